@@ -1,0 +1,36 @@
+# Bare `make` lists the targets. Every target does its own set-up, in .venv.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test check format clean
+
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
+
+install: .venv/installed ## create .venv with every extra, in the tested versions
+
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[engine,service,dev]'
+	touch $@
+
+demo: install ## tune a real two-rank training run from start to end (under two minutes)
+	$(BIN)/dear-tune demo
+
+test: install ## run the test suite
+	$(BIN)/python -m pytest
+
+check: install ## formatting, lint, types, layers
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: install ## format the code
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean: ## remove .venv, builds and caches
+	rm -rf .venv dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

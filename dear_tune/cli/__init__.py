@@ -1,0 +1,1 @@
+"""The `dear-tune` command."""
