@@ -1,0 +1,165 @@
+"""The read barrier: a parameter's pending update is applied just before anything reads the parameter.
+
+While an engine is attached, the class of every module of the model is a subclass of its own class that intercepts
+
+    reads of one parameter    attribute access (`self.weight`, `self.head.weight`), which functional use, tied
+                              weights, parameter lists, multi-head attention and other methods than `forward` all
+                              come through: its bucket is updated, just in time
+    reads of everything       parameters(), state_dict(), load_state_dict(), eval(), to(), deepcopy, pickling, and
+                              calls of modules that keep their parameters in a plain attribute: all is updated
+
+`zero_grad()` is let through: it goes by the parameters, but reads none. What escapes (a parameter the user keeps in
+a list of their own) and is used in forward is noticed in backward, when a gradient arrives for a parameter whose
+update is still pending: see `schedule.py`.
+
+Copies and pickles of an attached model are of the original classes and know no engine.
+"""
+
+from __future__ import annotations
+
+import types
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+import torch
+from torch import nn
+
+from dear_tune.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+__all__ = ["Gate", "attach", "detach"]
+
+
+class Gate(Protocol):
+    """What a barrier asks before it lets a read through."""
+
+    def read(self, parameter: torch.Tensor) -> None:
+        """Bring one parameter up to date; other tensors are none of its business."""
+        ...
+
+    def read_all(self, *, interrupts: bool) -> None:
+        """Bring all parameters up to date.
+
+        Args:
+            interrupts: whether training stands still for it, so that the step's duration says nothing.
+        """
+        ...
+
+
+class _Barrier(nn.Module):
+    """What an attached module's class adds to the original one. It has no state: copies need none."""
+
+    _dear_gates: ClassVar[tuple[Gate, ...]] = ()
+    _dear_original: ClassVar[type[nn.Module]]
+    _dear_reads_at_call: ClassVar[bool] = False
+
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)
+        if isinstance(value, torch.Tensor):
+            for gate in type(self)._dear_gates:
+                gate.read(value)
+        return value
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if type(self)._dear_reads_at_call:
+            for parameter in self._parameters.values():
+                for gate in type(self)._dear_gates:
+                    if parameter is not None:
+                        gate.read(parameter)
+        return super().__call__(*args, **kwargs)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        _read_all(self, interrupts=False)
+        return super().named_parameters(*args, **kwargs)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        with _as_original(self):
+            self.zero_grad(set_to_none)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        _read_all(self, interrupts=True)
+        return super().state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        _read_all(self, interrupts=True)
+        super()._load_from_state_dict(*args, **kwargs)
+
+    def train(self, mode: bool = True) -> Any:
+        if not mode:
+            _read_all(self, interrupts=True)
+        return super().train(mode)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        _read_all(self, interrupts=True)
+        return super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call] # not annotated in torch
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _read_all(self, interrupts=True)
+        with _as_original(self):
+            return self.__reduce_ex__(protocol)
+
+
+def attach(model: nn.Module, gate: Gate) -> None:
+    """Put the barrier before every module's parameters; a second engine on the same model joins the first.
+
+    Raises:
+        UnsupportedError: a module whose class cannot be extended; no module has been changed then.
+    """
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UnsupportedError(f"{name or 'The model'} is a ScriptModule; dear_engine needs the original module.")
+    _swap(modules.values(), lambda gates: (*gates, gate))
+
+
+def detach(model: nn.Module, gate: Gate) -> None:
+    """Take this engine's barrier away; modules that no engine is attached to get their own class back."""
+    _swap(model.modules(), lambda gates: tuple(other for other in gates if other is not gate))
+
+
+def _swap(modules: Iterable[nn.Module], changed: Callable[[tuple[Gate, ...]], tuple[Gate, ...]]) -> None:
+    classes: dict[tuple[type[nn.Module], bool], type[nn.Module]] = {}
+    for module in modules:
+        attached = type(module)
+        original = attached._dear_original if issubclass(attached, _Barrier) else attached
+        gates = changed(attached._dear_gates if issubclass(attached, _Barrier) else ())
+        kind = (original, _keeps_parameters_in_plain_attribute(module))
+        if kind not in classes:
+            classes[kind] = _extended(*kind, gates) if gates else original
+        module.__class__ = classes[kind]
+
+
+def _extended(original: type[nn.Module], reads_at_call: bool, gates: tuple[Gate, ...]) -> type[nn.Module]:
+    members = {
+        "_dear_gates": gates,
+        "_dear_original": original,
+        "_dear_reads_at_call": reads_at_call,
+        # Code and messages that go by a class's name go on as before.
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+    }
+    return types.new_class(original.__name__, (_Barrier, original), exec_body=lambda body: body.update(members))
+
+
+def _keeps_parameters_in_plain_attribute(module: nn.Module) -> bool:
+    """As the recurrent layers do, in a list that their forward reads."""
+    kept = [value for value in vars(module).values() if isinstance(value, (list, tuple))]
+    return any(isinstance(item, nn.Parameter) for value in kept for item in value)
+
+
+def _read_all(module: _Barrier, *, interrupts: bool) -> None:
+    for gate in type(module)._dear_gates:
+        gate.read_all(interrupts=interrupts)
+
+
+@contextmanager
+def _as_original(module: _Barrier) -> Iterator[None]:
+    attached = type(module)
+    module.__class__ = attached._dear_original  # type: ignore[assignment] # mypy expects a narrower class, not a wider
+    try:
+        yield
+    finally:
+        module.__class__ = attached

@@ -1,0 +1,211 @@
+"""The collectives that the schedule is made of, in place on a bucket's flat buffer.
+
+A flat buffer of `world_size * n` elements is `world_size` shards of n. Rank r owns shard r.
+
+    reduce_scatter   shard r of rank r becomes the mean over ranks; its other shards become scratch
+    all_gather       every rank's shard r becomes rank r's
+
+One after the other they are an all-reduce, and send the same bytes: each rank 2 (N - 1) / N of the buffer.
+
+Gloo: its own reduce-scatter sends an all-reduce's bytes, so shards go around a ring of neighbours instead
+(at two ranks: one pairwise exchange), which measured fastest at four ranks too (docs/engine.md). Gloo's calls
+block their caller, so one thread makes them all, first in first out: every rank queues in the same order, and
+no other agreement is needed. NCCL: its own collectives, whose stream is that queue.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+import torch.distributed as dist
+from typing_extensions import override
+
+from dear_tune.errors import CommunicationError, UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["Channel", "Collectives", "NativeCollectives", "RingCollectives", "Traffic", "Work", "collectives_for"]
+
+
+class Work(Protocol):
+    """A collective on its way."""
+
+    def wait(self) -> object:
+        """Return when its result may be used; raise `CommunicationError` if it failed."""
+        ...
+
+
+@dataclass
+class Traffic:
+    """What this rank has sent so far: the counts that the tests hold the engine to."""
+
+    reduce_scatters: int = 0
+    all_gathers: int = 0
+    sent_bytes: int = 0
+
+
+class Collectives(Protocol):
+    """Both phases of an all-reduce, asynchronously, in the order they are asked for."""
+
+    rank: int
+    world_size: int
+    traffic: Traffic
+
+    def reduce_scatter(self, flat: torch.Tensor) -> Work:
+        """Average the buffer's shards over the ranks; own shard of `flat`: (world_size * n,)."""
+        ...
+
+    def all_gather(self, flat: torch.Tensor) -> Work:
+        """Fill all shards of `flat` (world_size * n,) from their owners; follows a `reduce_scatter` unawaited."""
+        ...
+
+
+class Channel:
+    """The engine's own Gloo group, and the one thread that speaks on it.
+
+    A group of its own keeps the engine's traffic apart from the user's collectives, and alive when the user calls
+    `destroy_process_group` while a peer still waits for the last all-gather. The interpreter joins the thread at
+    exit, after what is queued has been sent.
+
+    Args:
+        process_group: whose ranks take part; all of them construct the channel together.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        ranks = dist.get_process_group_ranks(process_group)
+        self.group = dist.new_group(ranks, backend="gloo", use_local_synchronization=len(ranks) < dist.get_world_size())
+        self.rank = dist.get_rank(process_group)
+        self.world_size = len(ranks)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dear-communication")
+        self._broken: Exception | None = None
+
+    def submit(self, job: Callable[[], None]) -> Work:
+        """Run a job after all those submitted before it."""
+        return _QueuedWork(self._thread.submit(self._run, job))
+
+    def all_reduce_max(self, values: torch.Tensor) -> Work:
+        """The element-wise maximum over ranks, in place; a tensor on the CPU."""
+        return self.submit(lambda: self.group.allreduce([values], dist.ReduceOp.MAX).wait())
+
+    def close(self) -> None:
+        """Finish what is queued and end the thread."""
+        self._thread.shutdown()
+
+    def _run(self, job: Callable[[], None]) -> None:
+        if self._broken is not None:  # a partner is lost: later jobs would wait for it in vain
+            raise self._broken
+        try:
+            job()
+        except Exception as error:
+            self._broken = error
+            raise
+
+
+class _QueuedWork:
+    def __init__(self, future: Future[None]) -> None:
+        self._future = future
+
+    def wait(self) -> None:
+        try:
+            self._future.result()
+        except Exception as error:
+            raise CommunicationError(
+                f"A collective failed; another rank has probably stopped, its log says why. ({error})"
+            ) from error
+
+
+class RingCollectives(Collectives):
+    """Both phases around a ring of neighbours, by Gloo's point-to-point calls. See the module's text."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.rank, self.world_size = channel.rank, channel.world_size
+        self.traffic = Traffic()
+        self._channel = channel
+        self._right = (self.rank + 1) % self.world_size
+        self._left = (self.rank - 1) % self.world_size
+
+    @override
+    def reduce_scatter(self, flat: torch.Tensor) -> Work:
+        self.traffic.reduce_scatters += 1
+        return self._channel.submit(lambda: self._reduce_scatter(flat.chunk(self.world_size)))
+
+    @override
+    def all_gather(self, flat: torch.Tensor) -> Work:
+        self.traffic.all_gathers += 1
+        return self._channel.submit(lambda: self._all_gather(flat.chunk(self.world_size)))
+
+    def _reduce_scatter(self, shards: tuple[torch.Tensor, ...]) -> None:
+        received = torch.empty_like(shards[0])
+        for hop in range(1, self.world_size):
+            # The partial sum that arrives in the last hop is that of the own shard.
+            self._exchange(shards[(self.rank - hop) % self.world_size], received)
+            shards[(self.rank - hop - 1) % self.world_size].add_(received)
+        if self.world_size > 1:
+            shards[self.rank].div_(self.world_size)
+
+    def _all_gather(self, shards: tuple[torch.Tensor, ...]) -> None:
+        for hop in range(1, self.world_size):
+            outgoing = shards[(self.rank - hop + 1) % self.world_size]
+            self._exchange(outgoing, shards[(self.rank - hop) % self.world_size])
+
+    def _exchange(self, outgoing: torch.Tensor, incoming: torch.Tensor) -> None:
+        # Receiving is posted first, so that Gloo writes what arrives straight to its place.
+        receipt = self._channel.group.recv([incoming], self._left, 0)
+        sending = self._channel.group.send([outgoing], self._right, 0)
+        receipt.wait()
+        sending.wait()
+        self.traffic.sent_bytes += outgoing.nbytes
+
+
+class NativeCollectives(Collectives):
+    """The backend's own collectives, asynchronous on its stream (NCCL).
+
+    `wait` makes the current stream wait, not the host. The all-gather follows its reduce-scatter on one stream.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        self.rank, self.world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
+        self.traffic = Traffic()
+        self._group = process_group
+
+    @override
+    def reduce_scatter(self, flat: torch.Tensor) -> Work:
+        self.traffic.reduce_scatters += 1
+        return self._started(
+            flat, dist.reduce_scatter_tensor(self._own(flat), flat, dist.ReduceOp.AVG, self._group, async_op=True)
+        )
+
+    @override
+    def all_gather(self, flat: torch.Tensor) -> Work:
+        self.traffic.all_gathers += 1
+        return self._started(flat, dist.all_gather_into_tensor(flat, self._own(flat), self._group, async_op=True))
+
+    def _own(self, flat: torch.Tensor) -> torch.Tensor:
+        return flat.chunk(self.world_size)[self.rank]
+
+    def _started(self, flat: torch.Tensor, work: dist.Work | None) -> Work:
+        if work is None:
+            raise CommunicationError("This process is not part of the optimizer's process group.")
+        self.traffic.sent_bytes += flat.nbytes // self.world_size * (self.world_size - 1)
+        return work
+
+
+def collectives_for(process_group: dist.ProcessGroup, device: torch.device, channel: Channel) -> Collectives:
+    """The collectives for tensors on a device.
+
+    Raises:
+        UnsupportedError: no backend of the group serves that device.
+    """
+    backends = dist.get_backend_config(process_group)
+    if device.type == "cpu" and "gloo" in backends:
+        return RingCollectives(channel)
+    if device.type == "cuda" and "nccl" in backends:
+        return NativeCollectives(process_group)
+    raise UnsupportedError(
+        f"Parameters on {device} with the process group's backends {backends}: dear_engine needs "
+        'init_process_group("nccl") for parameters on CUDA devices and init_process_group("gloo") for the CPU.'
+    )

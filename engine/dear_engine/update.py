@@ -1,0 +1,95 @@
+"""The replicated update: every rank steps all parameters of a bucket with the gathered gradients.
+
+Any `torch.optim` optimizer steps one bucket when it is shown that bucket's parameters only. So a bucket's update is
+the `step` of a shallow copy that shares the optimizer's `state`, holds the bucket's share of its parameter groups,
+and has the hyper-parameters as they were when the user called `step()`: a scheduler may have moved them since.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dear_tune.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import nn
+
+__all__ = ["Hyperparameters", "apply_update", "check_supported", "hyperparameters"]
+
+Hyperparameters = dict["nn.Parameter", dict[str, Any]]
+"""For each parameter its group's settings, shared within a group."""
+
+
+def check_supported(optimizer: torch.optim.Optimizer) -> None:
+    """Raise `UnsupportedError` for an optimizer that cannot step one bucket at a time."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UnsupportedError(
+            "LBFGS evaluates the model inside step() and steps all parameters as one vector; "
+            "its update cannot be applied bucket by bucket."
+        )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise UnsupportedError("SparseAdam needs sparse gradients, which are not supported; use Adam.")
+
+
+def hyperparameters(optimizer: torch.optim.Optimizer) -> Hyperparameters:
+    """The settings of every parameter, as they are now."""
+    snapshot: Hyperparameters = {}
+    for group in optimizer.param_groups:
+        settings = {name: _frozen(value) for name, value in group.items() if name != "params"}
+        snapshot.update((parameter, settings) for parameter in group["params"])
+    return snapshot
+
+
+def apply_update(
+    optimizer: torch.optim.Optimizer,
+    settings: Hyperparameters,
+    parameters: Sequence[nn.Parameter],
+    gradients: Sequence[torch.Tensor | None],
+) -> None:
+    """Step these parameters with these gradients; what the user has in `.grad` stays as it is."""
+    groups: dict[int, dict[str, Any]] = {}
+    for parameter in parameters:
+        group = settings[parameter]
+        groups.setdefault(id(group), {**group, "params": []})["params"].append(parameter)
+    users = [parameter.grad for parameter in parameters]
+    _set_gradients(parameters, gradients)
+    try:
+        with _plain_mode(parameters[0].device.type):
+            _restricted(optimizer, list(groups.values())).step()
+    finally:
+        _set_gradients(parameters, users)
+
+
+def _restricted(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    twin = copy.copy(optimizer)
+    twin.param_groups = groups
+    # A scheduler that was built on the optimizer has hung a bound `step` on it; and the user's hooks run once a step.
+    twin.__dict__.pop("step", None)
+    twin._optimizer_step_pre_hooks = OrderedDict()
+    twin._optimizer_step_post_hooks = OrderedDict()
+    return twin
+
+
+def _plain_mode(device_type: str) -> ExitStack:
+    """Updates happen wherever forward first reads a parameter: under the user's autocast or inference mode too."""
+    modes = ExitStack()
+    modes.enter_context(torch.inference_mode(False))
+    modes.enter_context(torch.no_grad())
+    modes.enter_context(torch.autocast(device_type, enabled=False))
+    return modes
+
+
+def _set_gradients(parameters: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor | None]) -> None:
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+
+
+def _frozen(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
