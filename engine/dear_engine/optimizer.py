@@ -85,13 +85,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._tuning = self._tuning_loop(settings, layers, dist.get_backend(group), device)
         barrier.attach(model, self)
 
+    # Both read-only on purpose: they are always the wrapped optimizer's.
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override] # the wrapped optimizer's, always
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """The wrapped optimizer's parameter groups."""
         return self._optimizer.param_groups
 
     @property
-    def state(self) -> Any:
+    def state(self) -> Any:  # type: ignore[override]
         """The wrapped optimizer's state, by parameter."""
         return self._optimizer.state
 
@@ -106,11 +107,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return self._schedule.plan
 
     @property
+    def tuning(self) -> bool:
+        """Whether thresholds are being tried; the same on all ranks at the same step."""
+        return self._tuning is not None and self._tuning.measuring
+
+    @property
     def traffic(self) -> Traffic:
         """How many collectives this rank has started, and how many bytes it has sent in them."""
         return self._collectives.traffic
 
-    def step(self, closure: Callable[[], float] | None = None) -> Any:  # type: ignore[override] # torch overloads it
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Hand the updates over: each is applied before the first read of its parameters.
 
         Args:

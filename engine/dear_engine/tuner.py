@@ -237,6 +237,11 @@ class TuningLoop:
             self._begin()
         return threshold_bytes
 
+    @property
+    def measuring(self) -> bool:
+        """Whether a trial waits for measurements, as far as all ranks know."""
+        return self._window == self._measuring_window
+
     def close(self) -> None:
         """End the conversation with the service."""
         if self._service is not None:

@@ -1,0 +1,74 @@
+"""Child processes that are gone when their parent is done with them, however it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import IO
+
+__all__ = ["child", "ended_by_signals"]
+
+_GRACE_S = 5.0
+
+
+@contextmanager
+def child(
+    command: Sequence[str], *, environment: Mapping[str, str] | None = None, output: IO[bytes] | int
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a command with its descendants in a session of its own, so that Ctrl-C is the parent's alone to handle.
+
+    Args:
+        command: the program and its arguments.
+        environment: variables on top of the parent's.
+        output: where its standard output and errors go, as for `subprocess.Popen`.
+    """
+    process = subprocess.Popen(
+        command,
+        env={**os.environ, **(environment or {})},
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    _signal(process, signal.SIGTERM)
+    try:
+        process.wait(_GRACE_S)
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        _signal(process, signal.SIGKILL)  # also what its leader has left behind
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def _signal(process: subprocess.Popen[bytes], number: int) -> None:
+    try:
+        os.killpg(process.pid, number)
+    except ProcessLookupError:
+        pass  # the whole group has ended
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Inside, SIGTERM and SIGHUP unwind the stack as Ctrl-C does, so that clean-up happens."""
+
+    def interrupt(number: int, _frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

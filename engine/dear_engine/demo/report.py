@@ -1,0 +1,58 @@
+"""What the demo shows at its end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dear_tune.cli.format import format_bytes, format_gain, format_seconds, trials_table
+from rich.console import Console
+
+from dear_tune.client import Client
+
+__all__ = ["TrainingResult", "print_report"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingResult:
+    """What the ranks found out.
+
+    Attributes:
+        steps: how many were trained on dear-tune.
+        test_accuracy: of the trained network, between 0 and 1.
+        compared_steps: how many losses were compared with DistributedDataParallel's.
+        largest_loss_difference: among those.
+    """
+
+    steps: int
+    test_accuracy: float
+    compared_steps: int
+    largest_loss_difference: float
+
+    @property
+    def losses_equal(self) -> bool:
+        """Up to the rounding of sums in another order."""
+        return self.largest_loss_difference < 1e-4
+
+
+def print_report(console: Console, client: Client, study: str, result: TrainingResult) -> None:
+    """Print the trials, the recommendation and what became of the training."""
+    recommendation = client.recommendation(study)
+    status = recommendation.study
+    console.print(trials_table(list(client.trials(study))))
+    console.print(f"Search: {status.state.value}, {status.state_reason}")
+    console.print(
+        f"Recommendation: {format_bytes(recommendation.parameters.threshold_bytes)} "
+        f"({recommendation.buckets} buckets). {recommendation.reason}"
+    )
+    if status.gain and status.default and status.incumbent:
+        console.print(
+            f"Gain over the default: {format_gain(status.gain)} "
+            f"({format_seconds(status.default.median_s)} -> "
+            f"{format_seconds(status.incumbent.iteration_time.median_s)} an iteration)"
+        )
+    console.print(f"Test accuracy after {result.steps} steps: {result.test_accuracy:.1%}")
+    verdict = "equal to" if result.losses_equal else "DIFFERENT from"
+    console.print(
+        f"Loss: {verdict} DistributedDataParallel's on the same batches, at each of {result.compared_steps} steps "
+        f"(largest difference {result.largest_loss_difference:.1g})"
+    )
