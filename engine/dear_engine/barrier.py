@@ -98,7 +98,8 @@ class _Barrier(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         _read_all(self, interrupts=True)
         with _as_original(self):
-            return self.__reduce_ex__(protocol)
+            # From protocol 2 on pickle insists on the class that the object has when it gets this answer.
+            return self.__reduce_ex__(min(protocol, 1))
 
 
 def attach(model: nn.Module, gate: Gate) -> None:

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import IO
 
 __all__ = ["child", "ended_by_signals"]
@@ -42,9 +42,8 @@ def child(
 def _end(process: subprocess.Popen[bytes]) -> None:
     _signal(process, signal.SIGTERM)
     try:
-        process.wait(_GRACE_S)
-    except subprocess.TimeoutExpired:
-        pass
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_GRACE_S)
     finally:
         _signal(process, signal.SIGKILL)  # also what its leader has left behind
         process.wait()
@@ -53,10 +52,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _signal(process: subprocess.Popen[bytes], number: int) -> None:
-    try:
+    with suppress(ProcessLookupError):  # the whole group has ended
         os.killpg(process.pid, number)
-    except ProcessLookupError:
-        pass  # the whole group has ended
 
 
 @contextmanager

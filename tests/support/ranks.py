@@ -1,0 +1,94 @@
+"""Rank processes that serve a whole test run: starting torch for every test would take longer than the tests."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from tempfile import mkdtemp
+from typing import Any
+
+TIMEOUT_S = 120
+
+
+class RankError(Exception):
+    """What the ranks raised, with their tracebacks."""
+
+
+@dataclass(frozen=True)
+class _Failure:
+    trace: str
+
+
+class RankPool:
+    """`world_size` processes in one Gloo process group, which run functions together.
+
+    A function must be importable (from `support`), and its arguments and results picklable.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._processes: list[multiprocessing.process.BaseProcess] = []
+        self._pipes: list[Connection] = []
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Call the function on every rank; its results by rank."""
+        if not self._processes:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send((function, arguments))
+        answers = [self._answer(rank) for rank in range(self.world_size)]
+        failures = [f"rank {rank}: {a.trace}" for rank, a in enumerate(answers) if isinstance(a, _Failure)]
+        if failures:
+            self.close()  # the ranks may be in the middle of different collectives
+            raise RankError("\n".join(failures))
+        return answers
+
+    def close(self) -> None:
+        """End the processes; the next `run` starts new ones."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes = [], []
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        store = os.path.join(mkdtemp(prefix="dear-ranks-"), "store")
+        for rank in range(self.world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, self.world_size, store, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+    def _answer(self, rank: int) -> Any:
+        try:
+            if self._pipes[rank].poll(TIMEOUT_S):
+                return self._pipes[rank].recv()
+        except EOFError:
+            return _Failure("the process has ended")
+        return _Failure(f"no answer within {TIMEOUT_S} s")
+
+
+def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    while True:
+        try:
+            function, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send(function(*arguments))
+        except Exception:
+            pipe.send(_Failure(traceback.format_exc()))

@@ -1,0 +1,234 @@
+"""What the ranks run: training on the engine, and the oracle it must equal.
+
+The oracle is one process that runs forward and backward once per rank's batch from the same weights, averages the
+gradients over ranks and takes one plain `torch.optim` step.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import dear_engine as dear
+import torch
+import torch.distributed as dist
+from support.models import MODELS
+from torch import nn
+
+WHOLE_MODEL = 2**30
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.01),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "Adam": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.05),
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How far parameters are from the oracle's, a digest of them, and the losses."""
+
+    distance: float
+    digest: str
+    losses: list[float]
+
+
+@contextmanager
+def engine(model: nn.Module, optimizer: torch.optim.Optimizer, **settings: Any) -> Iterator[dear.DistributedOptimizer]:
+    """An engine that gives the model back at the end."""
+    distributed = dear.DistributedOptimizer(optimizer, model, **{"tuner": None, **settings})
+    try:
+        yield distributed
+    finally:
+        distributed.close()
+
+
+def build(name: str, seed: int = 0) -> nn.Module:
+    """One of the models, in double precision."""
+    torch.manual_seed(seed)
+    return MODELS[name]().double()
+
+
+def batches(step: int) -> list[torch.Tensor]:
+    """Every rank's batch of a step: world_size times (6, 12)."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    return [torch.randn(6, 12, generator=generator, dtype=torch.double) for _ in range(dist.get_world_size())]
+
+
+def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Some scalar that depends on all outputs."""
+    return model(x).square().mean() + model(x.flip(0))[:, 0].sum() / 50
+
+
+def oracle_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """One step of the oracle."""
+    optimizer.zero_grad()
+    for x in batches(step):
+        (loss_of(model, x) / dist.get_world_size()).backward()
+    optimizer.step()
+
+
+def distance(model: nn.Module, reference: nn.Module) -> float:
+    """The largest difference of any parameter."""
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    return max((a - b).abs().max().item() for a, b in pairs)
+
+
+def digest(model: nn.Module) -> str:
+    """Equal for bit-identical parameters."""
+    content = b"".join(p.detach().contiguous().numpy().tobytes() for p in model.parameters())
+    return hashlib.sha256(content).hexdigest()
+
+
+def parity(model_name: str, optimizer_name: str, threshold_bytes: int, steps: int) -> Outcome:
+    """Train from different seeds on each rank; the oracle starts as rank 0 does."""
+    model, reference = build(model_name, seed=dist.get_rank()), build(model_name, seed=0)
+    make = OPTIMIZERS[optimizer_name]
+    oracle, losses = make(reference.parameters()), []
+    with engine(model, make(model.parameters()), threshold_bytes=threshold_bytes) as optimizer:
+        for step in range(steps):
+            optimizer.zero_grad()
+            loss = loss_of(model, batches(step)[dist.get_rank()])
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+            oracle_step(reference, oracle, step)
+        return Outcome(distance(model, reference), digest(model), losses)
+
+
+def ddp_losses(model_name: str, optimizer_name: str, steps: int) -> list[float]:
+    """The losses of the same training on DistributedDataParallel."""
+    model = nn.parallel.DistributedDataParallel(build(model_name, seed=0))
+    optimizer, losses = OPTIMIZERS[optimizer_name](model.parameters()), []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = loss_of(model, batches(step)[dist.get_rank()])
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def traffic(threshold_bytes: int, steps: int) -> dict[str, int]:
+    """What a rank sends in some steps, and what all-reduces of the same buffers would have sent."""
+    model = build("Perceptron")
+    with engine(model, OPTIMIZERS["SGD"](model.parameters()), threshold_bytes=threshold_bytes) as optimizer:
+        for step in range(steps):
+            optimizer.zero_grad()
+            loss_of(model, batches(step)[dist.get_rank()]).backward()
+            optimizer.step()
+        optimizer.synchronize()
+        sent = optimizer.traffic
+        return {
+            "buckets": len(optimizer.plan.buckets),
+            "reduce_scatters": sent.reduce_scatters,
+            "all_gathers": sent.all_gathers,
+            "sent_bytes": sent.sent_bytes,
+            "gradient_bytes": sum(p.nbytes for p in model.parameters()),
+            "parameters": len(list(model.parameters())),
+        }
+
+
+def accumulate(threshold_bytes: int) -> tuple[Outcome, int, int]:
+    """Three micro-batches a step under `no_sync`, the last one outside; and the collectives that took."""
+    model, reference = build("Perceptron"), build("Perceptron")
+    make = OPTIMIZERS["AdamW"]
+    oracle = make(reference.parameters())
+    with engine(model, make(model.parameters()), threshold_bytes=threshold_bytes) as optimizer:
+        for step in range(4):
+            optimizer.zero_grad()
+            oracle.zero_grad()
+            for micro in range(3):
+                everyone = batches(10 * step + micro)
+                if micro < 2:
+                    with optimizer.no_sync():
+                        loss_of(model, everyone[dist.get_rank()]).backward()
+                else:
+                    loss_of(model, everyone[dist.get_rank()]).backward()
+                for x in everyone:
+                    (loss_of(reference, x) / dist.get_world_size()).backward()
+            optimizer.step()
+            oracle.step()
+        outcome = Outcome(distance(model, reference), digest(model), [])
+        return outcome, optimizer.traffic.reduce_scatters, len(optimizer.plan.buckets)
+
+
+def switch_often(steps: int) -> Outcome:
+    """Another threshold after every step."""
+    model, reference = build("Perceptron"), build("Perceptron")
+    oracle = OPTIMIZERS["AdamW"](reference.parameters())
+    with engine(model, OPTIMIZERS["AdamW"](model.parameters())) as optimizer:
+        for step in range(steps):
+            optimizer.zero_grad()
+            loss_of(model, batches(step)[dist.get_rank()]).backward()
+            optimizer.step()
+            optimizer.set_threshold([1, 1500, WHOLE_MODEL][step % 3])
+            oracle_step(reference, oracle, step)
+        return Outcome(distance(model, reference), digest(model), [])
+
+
+def pending_model(threshold_bytes: int = 1500) -> tuple[nn.Module, dear.DistributedOptimizer, nn.Module]:
+    """A model with an update pending, its optimizer, and how the model must look once the update is applied."""
+    model, reference = build("Perceptron"), build("Perceptron")
+    optimizer = dear.DistributedOptimizer(
+        OPTIMIZERS["SGD"](model.parameters()), model, threshold_bytes=threshold_bytes, tuner=None
+    )
+    loss_of(model, batches(0)[dist.get_rank()]).backward()
+    optimizer.step()
+    oracle_step(reference, OPTIMIZERS["SGD"](reference.parameters()), 0)
+    return model, optimizer, copy.deepcopy(reference)
+
+
+def two_engines() -> float:
+    """Two optimizers share a model's parameters between them, as matrices and the rest often do."""
+    model, reference = build("Perceptron"), build("Perceptron")
+
+    def split(m: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        return [p for p in m.parameters() if p.ndim == 2], [p for p in m.parameters() if p.ndim != 2]
+
+    oracles = [torch.optim.SGD(part, lr=0.1) for part in split(reference)]
+    optimizers = [dear.DistributedOptimizer(torch.optim.SGD(p, lr=0.1), model, tuner=None) for p in split(model)]
+    for step in range(3):
+        for optimizer in (*optimizers, *oracles):
+            optimizer.zero_grad()
+        loss_of(model, batches(step)[dist.get_rank()]).backward()
+        for x in batches(step):
+            (loss_of(reference, x) / dist.get_world_size()).backward()
+        for optimizer in (*optimizers, *oracles):
+            optimizer.step()
+    for optimizer in optimizers:
+        optimizer.close()
+    assert type(model[0]) is nn.Linear
+    return distance(model, reference)
+
+
+def scheduled(steps: int) -> float:
+    """A learning rate that halves right after every step, with the scheduler built on either optimizer."""
+    worst = 0.0
+    for on_wrapped in (True, False):
+        model, reference = build("Perceptron"), build("Perceptron")
+        oracle, inner = torch.optim.SGD(reference.parameters(), lr=0.2), torch.optim.SGD(model.parameters(), lr=0.2)
+        with engine(model, inner) as optimizer, warnings.catch_warnings():
+            warnings.simplefilter("error")
+            schedulers = [
+                torch.optim.lr_scheduler.StepLR(inner if on_wrapped else optimizer, 1, 0.5),
+                torch.optim.lr_scheduler.StepLR(oracle, 1, 0.5),
+            ]
+            for step in range(steps):
+                optimizer.zero_grad()
+                loss_of(model, batches(step)[dist.get_rank()]).backward()
+                optimizer.step()
+                oracle_step(reference, oracle, step)
+                for scheduler in schedulers:
+                    scheduler.step()
+            worst = max(worst, distance(model, reference))
+    return worst
