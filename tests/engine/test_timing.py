@@ -1,8 +1,10 @@
 """Which steps are iterations."""
 
 import math
+from itertools import pairwise
 
 from dear_engine.timing import Clock, IterationTimer
+from typing_extensions import override
 
 
 class ScriptedClock(Clock):
@@ -12,12 +14,14 @@ class ScriptedClock(Clock):
         self._times_s = list(times_s)
         self._marks = []
 
+    @override
     def mark(self):
         self._marks.append(self._times_s.pop(0))
 
+    @override
     def durations_s(self):
         marks, self._marks = self._marks, self._marks[-1:]
-        return [later - earlier for earlier, later in zip(marks, marks[1:], strict=False)]
+        return [later - earlier for earlier, later in pairwise(marks)]
 
 
 def test_step_to_step():

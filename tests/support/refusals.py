@@ -35,7 +35,7 @@ def _case(function: Callable[[], None]) -> Callable[[], None]:
 
 @_case
 def stale_read() -> None:
-    model, optimizer, _ = pending_model(WHOLE_MODEL)
+    model, _, _ = pending_model(WHOLE_MODEL)
     kept = model[0]._parameters["weight"]
     F.linear(batches(1)[0], kept).sum().backward()
 
