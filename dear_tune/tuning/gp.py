@@ -23,6 +23,7 @@ from dear_tune.tuning.history import Proposal
 from dear_tune.tuning.pool import Pool
 from dear_tune.tuning.surrogate import Surrogate
 from dear_tune.tuning.warmup import spread
+from dear_tune.units import format_bytes, format_share
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,7 +45,7 @@ class GaussianProcessOptimizer:
 
     Args:
         space: the candidates.
-        seed: of everything random; the same seed and history give the same proposal.
+        seed: of the warm-up's spread; the same seed and history give the same proposal.
         max_trials: the most trials ever proposed, whatever becomes of them.
     """
 
@@ -59,7 +60,7 @@ class GaussianProcessOptimizer:
         pool = Pool.of(self._space, history)
         remaining = self._max_trials - len(history)
         state = StudyState.WARMING_UP if self._warm_up_left(pool) else StudyState.EXPLORING
-        plan, reason = self._explore(pool, remaining - self._reserve(pool), seed=self._seed + len(history))
+        plan, reason = self._explore(pool, remaining - self._reserve(pool))
         if plan is None and remaining > 0 and (plan := self._to_confirm(pool)) is not None:
             reason = f"confirming the {'default' if plan == self._default else 'winner'}: {reason}"
         if plan is not None:
@@ -69,7 +70,7 @@ class GaussianProcessOptimizer:
             return Proposal(threshold_bytes=None, state=state, reason=waiting)
         return Proposal(threshold_bytes=None, state=StudyState.CONVERGED, reason=f"converged: {reason}")
 
-    def _explore(self, pool: Pool, budget: int, *, seed: int) -> tuple[int | None, str]:
+    def _explore(self, pool: Pool, budget: int) -> tuple[int | None, str]:
         """A plan to try for the first time, or None, and why."""
         failed = sum(pool.failures.values())
         if failed > _FAILURES_TOLERATED and not pool.times_s:
@@ -81,16 +82,16 @@ class GaussianProcessOptimizer:
             return None, "every plan has been tried"
         if left := self._warm_up_left(pool):
             return untried[0], f"{left} of {self._warm_up_size(pool)} warm-up trials to go"
-        return self._improve(pool, sorted(untried), seed)
+        return self._improve(pool, sorted(untried))
 
-    def _improve(self, pool: Pool, untried: Sequence[int], seed: int) -> tuple[int | None, str]:
-        surrogate = Surrogate(self._space, pool.times_s, pending=sorted(pool.held), seed=seed)
+    def _improve(self, pool: Pool, untried: Sequence[int]) -> tuple[int | None, str]:
+        surrogate = Surrogate(self._space, pool.times_s, pending=sorted(pool.held))
         improvement = surrogate.expected_improvement(untried)
         best = int(np.argmax(improvement))
         if improvement[best] < _WORTH_A_TRIAL:
-            return None, f"no untried plan promises more than {_WORTH_A_TRIAL:.1%}"
-        mebibytes = self._threshold(untried[best]) / 2**20
-        return untried[best], f"expected improvement {improvement[best]:.1%} at {mebibytes:.3g} MiB"
+            return None, f"no untried plan promises more than {format_share(_WORTH_A_TRIAL)}"
+        threshold = format_bytes(self._threshold(untried[best]))
+        return untried[best], f"expected improvement {format_share(improvement[best])} at {threshold}"
 
     def _to_confirm(self, pool: Pool) -> int | None:
         """The default or the winner, if it was not yet measured often enough to be compared."""

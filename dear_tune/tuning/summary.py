@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from dear_tune.contract import Estimate, Gain, TrialState
 from dear_tune.tuning.noise import gain
 from dear_tune.tuning.pool import Pool
+from dear_tune.units import format_share
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -97,8 +98,7 @@ def _reason(saved: Gain | None) -> str:
         return "the default: it has not been measured yet, so nothing can be said to be faster"
     if saved is _SAME_PLAN:
         return "the default: no other plan measured so far is faster"
+    fraction, low = format_share(saved.fraction), format_share(saved.low)
     if saved.low > 0:
-        return (
-            f"the incumbent: it saves {saved.fraction:.1%} of the default's iteration time (at least {saved.low:.1%})"
-        )
-    return f"the default: the incumbent saves {saved.fraction:.1%}, which is within the noise (down to {saved.low:.1%})"
+        return f"the incumbent: it saves {fraction} of the default's iteration time (at least {low})"
+    return f"the default: the incumbent's gain of {fraction} is within the noise (its lower bound is {low})"
