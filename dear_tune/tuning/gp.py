@@ -1,0 +1,125 @@
+"""Bayesian optimization over the distinct plans: Gaussian process, expected improvement, and an honest ending.
+
+A study goes through three phases. `suggest` finds the phase from the history alone, so it may be called anywhere, any
+number of times, and after any restart.
+
+    warm-up        the default, then a few thresholds spread over the octaves
+    exploration    the untried plan of largest expected improvement, while that is worth a trial
+    confirmation   default and winner once more: the lowest of many noisy times is lucky, and gets tested
+
+The last trials of the budget are kept for the confirmation. Plans that a worker holds are not proposed again, except
+for confirmation; plans that failed are not proposed again at all, except the default, once: without it there is
+nothing to compare with.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dear_tune.contract import StudyState
+from dear_tune.tuning.history import Proposal
+from dear_tune.tuning.pool import Pool
+from dear_tune.tuning.surrogate import Surrogate
+from dear_tune.tuning.warmup import spread
+from dear_tune.units import format_bytes, format_share
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dear_tune.fusion import PlanSpace
+    from dear_tune.tuning.history import Observation
+
+__all__ = ["GaussianProcessOptimizer"]
+
+_WARM_UP_PLANS = 5  # the default among them
+_WORTH_A_TRIAL = 0.005  # expected improvement, as a share of the iteration time
+_CONFIRMED_TRIALS = 2
+_FAILURES_TOLERATED = 2
+_SMALLEST_CONFIRMED_BUDGET = 4  # trials; fewer are all spent on exploring
+
+
+class GaussianProcessOptimizer:
+    """Finds a fast plan in few trials.
+
+    Args:
+        space: the candidates.
+        seed: of the warm-up's spread; the same seed and history give the same proposal.
+        max_trials: the most trials ever proposed, whatever becomes of them.
+    """
+
+    def __init__(self, space: PlanSpace, *, seed: int, max_trials: int) -> None:
+        self._space = space
+        self._seed = seed
+        self._max_trials = max_trials
+        self._default = space.index(space.default_threshold_bytes)
+
+    def suggest(self, history: Sequence[Observation]) -> Proposal:
+        """The next step, from the trials so far by number."""
+        pool = Pool.of(self._space, history)
+        remaining = self._max_trials - len(history)
+        state = StudyState.WARMING_UP if self._warm_up_left(pool) else StudyState.EXPLORING
+        plan, reason = self._explore(pool, remaining - self._reserve(pool))
+        if plan is None and remaining > 0 and (plan := self._to_confirm(pool)) is not None:
+            reason = f"confirming the {'default' if plan == self._default else 'winner'}: {reason}"
+        if plan is not None:
+            return Proposal(threshold_bytes=self._threshold(plan), state=state, reason=reason)
+        if pool.held:
+            waiting = f"waiting for {len(pool.held)} running trials: nothing else to measure now"
+            return Proposal(threshold_bytes=None, state=state, reason=waiting)
+        return Proposal(threshold_bytes=None, state=StudyState.CONVERGED, reason=f"converged: {reason}")
+
+    def _explore(self, pool: Pool, budget: int) -> tuple[int | None, str]:
+        """A plan to try for the first time, or None, and why."""
+        failed = sum(pool.failures.values())
+        if failed > _FAILURES_TOLERATED and not pool.times_s:
+            return None, f"all {failed} trials failed; the default stays"
+        if budget <= 0:
+            return None, f"the {self._max_trials} trials of the budget are used up"
+        untried = [plan for plan in spread(self._space, seed=self._seed) if plan not in pool.taken]
+        if not untried:
+            return None, "every plan has been tried"
+        if left := self._warm_up_left(pool):
+            return untried[0], f"{left} of {self._warm_up_size(pool)} warm-up trials to go"
+        return self._improve(pool, sorted(untried))
+
+    def _improve(self, pool: Pool, untried: Sequence[int]) -> tuple[int | None, str]:
+        surrogate = Surrogate(self._space, pool.times_s, pending=sorted(pool.held))
+        improvement = surrogate.expected_improvement(untried)
+        best = int(np.argmax(improvement))
+        if improvement[best] < _WORTH_A_TRIAL:
+            return None, f"no untried plan promises more than {format_share(_WORTH_A_TRIAL)}"
+        threshold = format_bytes(self._threshold(untried[best]))
+        return untried[best], f"expected improvement {format_share(improvement[best])} at {threshold}"
+
+    def _to_confirm(self, pool: Pool) -> int | None:
+        """The default or the winner, if it was not yet measured often enough to be compared."""
+        winner = pool.best
+        if winner is None or winner == self._default:
+            return None
+        if self._owed(pool, self._default):
+            return self._default
+        unsettled = pool.held.difference(pool.completed)  # a first measurement is on its way: the winner may change
+        return None if unsettled or not self._owed(pool, winner) else winner
+
+    def _owed(self, pool: Pool, plan: int) -> bool:
+        measured = pool.trials.get(plan, 0) + (plan in pool.held)
+        return measured < _CONFIRMED_TRIALS and pool.failures.get(plan, 0) < _FAILURES_TOLERATED
+
+    def _reserve(self, pool: Pool) -> int:
+        """Trials to keep for the confirmation: one for whatever wins, one for the default."""
+        if self._max_trials < _SMALLEST_CONFIRMED_BUDGET:
+            return 0
+        return 1 + self._owed(pool, self._default)
+
+    def _warm_up_size(self, pool: Pool) -> int:
+        return min(_WARM_UP_PLANS, len(self._space.plans) - len(pool.failures))
+
+    def _warm_up_left(self, pool: Pool) -> int:
+        return max(self._warm_up_size(pool) - len(pool.times_s), 0)
+
+    def _threshold(self, plan: int) -> int:
+        if plan == self._default:
+            return self._space.default_threshold_bytes
+        return self._space.plans[plan].threshold_bytes
