@@ -2,6 +2,7 @@
 
 DearTuneError
 ├── MissingExtraError            an optional dependency is not installed
+├── ConfigurationError           a service cannot run with the settings it was given
 ├── InvalidSpaceError            a study whose search space makes no sense
 ├── ServiceError                 anything between a client and the service
 │   ├── InvalidUrlError          what was given as the service's address is none
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CommunicationError",
+    "ConfigurationError",
     "ConflictError",
     "DearTuneError",
     "GradientError",
@@ -56,6 +58,10 @@ class MissingExtraError(DearTuneError):
     def __init__(self, what: str, extra: str) -> None:
         self.extra = extra
         super().__init__(f"{what} needs the extra [{extra}]. Install it with:\n  pip install 'dear-tune[{extra}]'")
+
+
+class ConfigurationError(DearTuneError):
+    """A service cannot run as configured: a setting, its database or its address is of no use."""
 
 
 class InvalidSpaceError(DearTuneError, ValueError):

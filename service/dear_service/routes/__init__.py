@@ -1,0 +1,1 @@
+"""The endpoints: each translates a request into one call, and its result into the answer."""

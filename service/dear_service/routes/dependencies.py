@@ -1,0 +1,32 @@
+"""What endpoints take from the request, each named once."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import Depends, Path, Query, Request
+
+from dear_service.context import Context
+from dear_tune.contract import StudyName
+
+__all__ = ["AfterNumber", "BeforeId", "ContextOf", "PageSize", "StudyPath", "TrialNumber"]
+
+_MAX_ID = 2**63 - 1
+_MAX_NUMBER = 2**31 - 1
+
+
+def _context(request: Request) -> Context:
+    context: Context = request.app.state.context
+    return context
+
+
+ContextOf = Annotated[Context, Depends(_context)]
+StudyPath = Annotated[StudyName, Path(description="The study's name.")]
+TrialNumber = Annotated[int, Path(ge=0, le=_MAX_NUMBER, description="The trial's number.")]
+PageSize = Annotated[int, Query(ge=1, le=1000, description="How many to answer at most.")]
+BeforeId = Annotated[
+    int | None, Query(alias="page_token", ge=0, le=_MAX_ID, description="`next_page_token` of the page before.")
+]
+AfterNumber = Annotated[
+    int | None, Query(alias="page_token", ge=0, le=_MAX_NUMBER, description="`next_page_token` of the page before.")
+]

@@ -1,0 +1,32 @@
+"""Liveness and readiness, for whatever restarts the service or sends it requests."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, HTTPException
+
+from dear_service.routes.dependencies import ContextOf
+from dear_service.schema import current_revision, head_revision
+from dear_tune import __version__
+from dear_tune.contract import Health
+
+__all__ = ["router"]
+
+router = APIRouter(tags=["health"])
+
+
+@router.get("/livez")
+async def get_liveness(context: ContextOf) -> Health:
+    """The process answers, whatever becomes of the database."""
+    return Health(status="ok", version=__version__, time=context.clock())
+
+
+@router.get("/readyz")
+def get_readiness(context: ContextOf) -> Health:
+    """The database answers too, with the schema that this version works with."""
+    if context.database.is_lost:
+        raise HTTPException(503, "The database's file is gone.")
+    with context.database.read() as session:
+        revision = current_revision(session.connection())
+    if revision != head_revision():
+        raise HTTPException(503, f"The schema is at revision {revision}, not at {head_revision()}.")
+    return Health(status="ok", version=__version__, time=context.clock())
