@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from dear_tune.contract import Estimate, Recommendation, StudyStatus, Trial, TrialCounts
 
-__all__ = ["show", "studies", "trials"]
+__all__ = ["recommendation_table", "show", "studies", "trials", "trials_table"]
 
 UrlOption = Annotated[str, typer.Option("--url", envvar="DEAR_TUNE_URL", help="Where the service listens.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, in bytes and seconds.")]
@@ -49,10 +49,7 @@ def trials(study: StudyArgument, url: UrlOption = _LOCAL, as_json: JsonOption = 
     if as_json:
         _print_json(found)
         return
-    table = _table("trial", "state", "threshold", "buckets", "iteration time", "iterations", "worker")
-    for trial in found:
-        table.add_row(*_texts(_trial_row(trial)))
-    _print(table)
+    _print(trials_table(found))
     for trial in found:
         if trial.failure_reason:
             _print(Text(printable(f"Trial {trial.number} failed: {trial.failure_reason}")))
@@ -65,10 +62,23 @@ def show(study: StudyArgument, url: UrlOption = _LOCAL, as_json: JsonOption = Fa
     if as_json:
         typer.echo(recommendation.model_dump_json(indent=2))
         return
+    _print(recommendation_table(recommendation))
+
+
+def trials_table(found: Iterable[Trial]) -> Table:
+    """Trials, one a row."""
+    table = _table("trial", "state", "threshold", "buckets", "iteration time", "iterations", "worker")
+    for trial in found:
+        table.add_row(*_texts(_trial_row(trial)))
+    return table
+
+
+def recommendation_table(recommendation: Recommendation) -> Table:
+    """A recommendation, and where its study stands, one fact a row."""
     table = Table.grid(padding=(0, 2))
     for name, value in _lines(recommendation):
         table.add_row(*_texts((name, value)))
-    _print(table)
+    return table
 
 
 def _study_row(study: StudyStatus) -> tuple[str, ...]:

@@ -138,18 +138,21 @@ class ServiceThread:
 
     def _run(self) -> None:
         while (window := self._windows.get()) is not None:
-            if self._given_up or self._closing:
-                continue
-            try:
-                instruction = self._speak(*window)
-            except RequestRefusedError as error:
-                self._refused(error)
-            except DearTuneError as error:
-                self._unreachable(error)
-            else:
-                self._reached()
-                if instruction is not None:
-                    self._follow(instruction)
+            if not self._given_up and not self._closing:
+                self._converse(*window)
+            self._windows.task_done()
+
+    def _converse(self, threshold_bytes: int, times_s: list[float]) -> None:
+        try:
+            instruction = self._speak(threshold_bytes, times_s)
+        except RequestRefusedError as error:
+            self._refused(error)
+        except DearTuneError as error:
+            self._unreachable(error)
+        else:
+            self._reached()
+            if instruction is not None:
+                self._follow(instruction)
 
     def _speak(self, threshold_bytes: int, times_s: list[float]) -> Instruction | None:
         if not self._joined:

@@ -35,22 +35,10 @@ class TrainingResult:
 
 
 def print_report(console: Console, client: Client, study: str, result: TrainingResult) -> None:
-    """Print the trials, the recommendation and what became of the training."""
-    recommendation = client.recommendation(study)
-    status = recommendation.study
-    console.print(trials_table(list(client.trials(study))))
-    console.print(f"Search: {status.state.value}, {status.state_reason}")
-    console.print(
-        f"Recommendation: {format_bytes(recommendation.parameters.threshold_bytes)} "
-        f"({recommendation.buckets} buckets). {recommendation.reason}"
-    )
-    if status.gain and status.default and status.incumbent:
-        console.print(
-            f"Gain over the default: {format_gain(status.gain)} "
-            f"({format_seconds(status.default.median_s)} -> "
-            f"{format_seconds(status.incumbent.iteration_time.median_s)} an iteration)"
-        )
-    console.print(f"Test accuracy after {result.steps} steps: {result.test_accuracy:.1%}")
+    """Print the trials, the recommendation with the gain over the default, and what became of the training."""
+    console.print(trials_table(client.trials(study)))
+    console.print(recommendation_table(client.recommendation(study)))
+    console.print(f"Test accuracy after {result.steps} steps: {format_share(result.test_accuracy)}")
     verdict = "equal to" if result.losses_equal else "DIFFERENT from"
     console.print(
         f"Loss: {verdict} DistributedDataParallel's on the same batches, at each of {result.compared_steps} steps "
