@@ -164,8 +164,9 @@ class Client:
                 return _read(answer, self._http.send(request))
             except (httpx.HTTPError, ServiceUnavailableError) as error:
                 failure = error
+        reason = str(failure) or type(failure).__name__
         raise ServiceUnavailableError(
-            f"No usable answer from {self.url} after {self._attempts} attempts ({str(failure) or type(failure).__name__}). "
+            f"No usable answer from {self.url} after {self._attempts} attempts ({reason}). "
             "Is `dear-tune serve` running there?"
         ) from failure
 
