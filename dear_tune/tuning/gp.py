@@ -98,10 +98,9 @@ class GaussianProcessOptimizer:
         winner = pool.best
         if winner is None or winner == self._default:
             return None
-        if self._owed(pool, self._default):
-            return self._default
-        unsettled = pool.held.difference(pool.completed)  # a first measurement is on its way: the winner may change
-        return None if unsettled or not self._owed(pool, winner) else winner
+        if pool.held.difference(pool.completed):
+            return None  # a first measurement is on its way: the winner may change
+        return next((plan for plan in (self._default, winner) if self._owed(pool, plan)), None)
 
     def _owed(self, pool: Pool, plan: int) -> bool:
         measured = pool.trials.get(plan, 0) + (plan in pool.held)
