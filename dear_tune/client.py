@@ -174,7 +174,8 @@ class Client:
 def _checked(url: str) -> str:
     try:
         parsed = httpx.URL(url)
-    except httpx.InvalidURL as error:
+        parsed.host.encode("idna")  # as the socket will, whose UnicodeError httpx lets pass
+    except (httpx.InvalidURL, UnicodeError) as error:
         raise InvalidUrlError(f"{url!r} is no address of a service: {error}.") from error
     if parsed.scheme not in {"http", "https"} or not parsed.host:
         raise InvalidUrlError(f"{url!r} is no address of a service; it should look like http://tuner:8000.")

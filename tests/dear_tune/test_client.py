@@ -38,7 +38,7 @@ def problem(status: int, **fields: object) -> httpx.Response:
 
 
 @pytest.mark.parametrize(
-    "url", ["not a url", "", "tuner:8000", "ftp://tuner", "http://", "http://tuner:port", "http://a b"]
+    "url", ["not a url", "", "tuner:8000", "ftp://tuner", "http://", "http://tuner:port", "http://a..b"]
 )
 def test_an_address_that_is_none_is_refused(url: str) -> None:
     """A client of something that is no HTTP address cannot be made, and the message repeats it."""

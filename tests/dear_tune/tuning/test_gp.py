@@ -92,6 +92,17 @@ def test_a_failed_default_gets_a_second_chance() -> None:
     assert DEFAULT in [each.threshold_bytes for each in history if each.state is TrialState.COMPLETED]
 
 
+def test_a_winner_that_fails_is_replaced() -> None:
+    """When the winner's second trial fails, the study ends with another winner."""
+    history = tune(optimizer(), valley)
+    winner = min((each.threshold_bytes for each in history), key=lambda size: valley(size)[0])
+    failed = Observation(threshold_bytes=winner, state=TrialState.FAILED)
+    start = [each for each in history[:-1] if each.threshold_bytes != DEFAULT or each is history[0]] + [failed]
+    again = tune(optimizer(), valley, start=start)
+    assert [each.threshold_bytes for each in again].count(winner) == 2
+    assert again[-1].threshold_bytes != winner
+
+
 def test_the_spread_lists_every_plan_once() -> None:
     """The warm-up's order begins with the default and leaves no plan out."""
     order = list(spread(SPACE, seed=5))

@@ -135,7 +135,7 @@ def test_nothing_left_while_others_run(make: MakeOptimizer) -> None:
     proposal = make(space, seed=0, max_trials=30).suggest([running(2), running(1)])
     assert proposal.threshold_bytes is None
     assert proposal.state is StudyState.WARMING_UP
-    assert "2 running" in proposal.reason
+    assert "waiting for 2 trials" in proposal.reason
 
 
 def test_failed_trials_forbid_their_plan(make: MakeOptimizer) -> None:

@@ -70,6 +70,13 @@ def test_one_lucky_iteration_does_not_win() -> None:
     assert summary.incumbent_index == 1
 
 
+def test_a_plan_that_failed_is_no_incumbent() -> None:
+    """A plan that is fast but once brought a job down is not recommended."""
+    failed = Observation(threshold_bytes=2, state=TrialState.FAILED)
+    summary = summarize(SPACE, [completed(4, *[0.1] * 20), completed(2, *[0.05] * 20), failed])
+    assert (summary.incumbent_index, summary.threshold_bytes) == (0, 4)
+
+
 def test_pruned_trials_are_no_incumbent() -> None:
     """A trial cut short does not become the best plan."""
     pruned = Observation(threshold_bytes=2, state=TrialState.PRUNED, iteration_times_s=(0.01,) * 20)
