@@ -164,8 +164,9 @@ class Client:
                 return _read(answer, self._http.send(request))
             except (httpx.HTTPError, ServiceUnavailableError) as error:
                 failure = error
+        reason = str(failure) or type(failure).__name__
         raise ServiceUnavailableError(
-            f"No usable answer from {self.url} after {self._attempts} attempts ({str(failure) or type(failure).__name__}). "
+            f"No usable answer from {self.url} after {self._attempts} attempts ({reason}). "
             "Is `dear-tune serve` running there?"
         ) from failure
 
@@ -173,7 +174,8 @@ class Client:
 def _checked(url: str) -> str:
     try:
         parsed = httpx.URL(url)
-    except httpx.InvalidURL as error:
+        parsed.host.encode("idna")  # as the socket will, whose UnicodeError httpx lets pass
+    except (httpx.InvalidURL, UnicodeError) as error:
         raise InvalidUrlError(f"{url!r} is no address of a service: {error}.") from error
     if parsed.scheme not in {"http", "https"} or not parsed.host:
         raise InvalidUrlError(f"{url!r} is no address of a service; it should look like http://tuner:8000.")

@@ -51,11 +51,11 @@ def summarize(space: PlanSpace, history: Sequence[Observation]) -> Summary:
         history: the trials so far by number.
     """
     pool = Pool.of(space, history)
-    default_plan, best_plan = space.index(space.default_threshold_bytes), pool.best
-    default = pool.completed.get(default_plan)
+    best_plan = pool.best
+    default = pool.completed.get(pool.default)
     if best_plan is None:
         return Summary(
-            default=None,
+            default=default,
             incumbent_index=None,
             incumbent=None,
             gain=None,
@@ -64,7 +64,7 @@ def summarize(space: PlanSpace, history: Sequence[Observation]) -> Summary:
         )
     incumbent_index = _first_completed(space, history, best_plan)
     incumbent = pool.completed[best_plan]
-    saved = _SAME_PLAN if best_plan == default_plan else gain(default, incumbent) if default else None
+    saved = _SAME_PLAN if best_plan == pool.default else gain(default, incumbent) if default else None
     better = saved is not None and saved.low > 0
     return Summary(
         default=default,
