@@ -13,6 +13,7 @@ tuning method runs outside of any transaction: it may take its time while others
 
 from __future__ import annotations
 
+import threading
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -33,6 +34,10 @@ if TYPE_CHECKING:
 __all__ = ["suggest"]
 
 _ATTEMPTS = 100
+
+# scikit-learn and scikit-optimize silence warnings while they fit, by filters that belong to the whole process: two
+# threads doing so at once undo each other's. Fits hold the interpreter most of the time anyway.
+_one_at_a_time = threading.Lock()
 
 
 def suggest(context: Context, name: str, worker_id: str) -> Instruction:
@@ -56,7 +61,8 @@ def _attempt(context: Context, snapshot: Snapshot, worker_id: str) -> Instructio
         return _lease(context, snapshot, trial, worker_id)
     if snapshot.study.state is StudyState.CONVERGED:
         return answers.instruction(snapshot, None)
-    proposal = context.new_optimizer(snapshot.study).suggest(snapshot.history)
+    with _one_at_a_time:
+        proposal = context.new_optimizer(snapshot.study).suggest(snapshot.history)
     return _follow(context, snapshot, proposal, worker_id)
 
 

@@ -7,7 +7,6 @@ from typing import Annotated
 from fastapi import Depends, Path, Query, Request
 
 from dear_service.context import Context
-from dear_tune.contract import StudyName
 
 __all__ = ["AfterNumber", "BeforeId", "ContextOf", "PageSize", "StudyPath", "TrialNumber"]
 
@@ -21,7 +20,7 @@ def _context(request: Request) -> Context:
 
 
 ContextOf = Annotated[Context, Depends(_context)]
-StudyPath = Annotated[StudyName, Path(description="The study's name.")]
+StudyPath = Annotated[str, Path(max_length=128, pattern=r"^[^\x00]+$", description="The study's name.")]
 TrialNumber = Annotated[int, Path(ge=0, le=_MAX_NUMBER, description="The trial's number.")]
 PageSize = Annotated[int, Query(ge=1, le=1000, description="How many to answer at most.")]
 BeforeId = Annotated[
