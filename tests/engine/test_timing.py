@@ -3,8 +3,9 @@
 import math
 from itertools import pairwise
 
-from dear_engine.timing import Clock, IterationTimer
 from typing_extensions import override
+
+from dear_engine.timing import Clock, IterationTimer
 
 
 class ScriptedClock(Clock):

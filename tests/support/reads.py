@@ -8,12 +8,13 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
-import dear_engine as dear
 import torch
 import torch.distributed as dist
-from dear_engine.bucket import BucketState
 from support.training import batches, build, distance, loss_of, pending_model
 from torch import nn
+
+import dear_engine as dear
+from dear_engine.bucket import BucketState
 
 READS: dict[str, Callable[[nn.Module, dear.DistributedOptimizer], nn.Module | dict[str, torch.Tensor]]] = {}
 """Ways to look at a model while an update is pending; each gives a model or a state dict to compare."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 
-import dear_engine as dear
 import torch
 import torch.distributed as dist
 from support.training import WHOLE_MODEL, batches, build, loss_of, pending_model
 from torch import nn
 from torch.nn import functional as F
 
+import dear_engine as dear
 from dear_tune.errors import DearTuneError
 
 

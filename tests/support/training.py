@@ -14,11 +14,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import dear_engine as dear
 import torch
 import torch.distributed as dist
 from support.models import MODELS
 from torch import nn
+
+import dear_engine as dear
 
 WHOLE_MODEL = 2**30
 

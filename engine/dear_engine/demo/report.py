@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dear_tune.cli.format import format_bytes, format_gain, format_seconds, trials_table
 from rich.console import Console
 
+from dear_tune.cli.studies import recommendation_table, trials_table
 from dear_tune.client import Client
+from dear_tune.units import format_share
 
 __all__ = ["TrainingResult", "print_report"]
 
