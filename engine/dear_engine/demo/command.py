@@ -32,7 +32,6 @@ __all__ = ["demo"]
 _START_TIMEOUT_S = 60.0
 _RUN_TIMEOUT_S = 600.0
 _POLL_S = 0.5
-_MAX_TRIALS = 16
 
 
 def demo(
@@ -40,6 +39,7 @@ def demo(
         str, typer.Option(help="Where the trials are stored; `dear-tune serve` looks in the same place.")
     ] = "sqlite:///dear-tune.db",
     rate_mbit: Annotated[int, typer.Option(min=1, help="The rate of the link between the ranks, in Mbit/s.")] = 400,
+    trials: Annotated[int, typer.Option(min=1, help="How many trials to run at the most.")] = 16,
     use_loopback: Annotated[bool, typer.Option("--loopback", help="Do not shape a link, even where possible.")] = False,
 ) -> None:
     """Tune a real two-rank training run on this machine, from start to end, in under two minutes."""
@@ -52,9 +52,9 @@ def demo(
         hosts = stack.enter_context(_hosts(console, None if use_loopback else rate_mbit))
         url = stack.enter_context(_service(database_url, folder))
         client = stack.enter_context(Client(url))
-        ranks = stack.enter_context(_ranks(hosts, url, study, folder))
+        ranks = stack.enter_context(_ranks(hosts, url, study, trials, folder))
         console.print(f"Tuning service: {url}, storing in {database_url}. Study: {study}")
-        _follow(console, client, study, ranks)
+        _follow(console, client, study, trials, ranks)
         result = TrainingResult(**json.loads((folder / "result.json").read_text()))
         print_report(console, client, study, result)
     console.print(
@@ -104,7 +104,7 @@ class _Rank:
 
 
 @contextmanager
-def _ranks(hosts: Sequence[Host], url: str, study: str, folder: Path) -> Iterator[list[_Rank]]:
+def _ranks(hosts: Sequence[Host], url: str, study: str, trials: int, folder: Path) -> Iterator[list[_Rank]]:
     """One rank on each host, each started by a torchrun of its own, as on two machines."""
     port = _free_port(hosts[0].address)
     with ExitStack() as stack:
@@ -117,7 +117,7 @@ def _ranks(hosts: Sequence[Host], url: str, study: str, folder: Path) -> Iterato
                     *("--nnodes", str(len(hosts)), "--nproc-per-node", "1", "--node-rank", str(number)),
                     *("--master-addr", hosts[0].address, "--master-port", str(port), "--local-addr", host.address),
                     *("-m", "dear_engine.demo.train", "--url", url, "--study", study),
-                    *("--max-trials", str(_MAX_TRIALS), "--result", str(folder / "result.json")),
+                    *("--max-trials", str(trials), "--result", str(folder / "result.json")),
                 ],
                 environment={"GLOO_SOCKET_IFNAME": host.interface, "OMP_NUM_THREADS": "1"},
                 output=stack.enter_context(log.open("wb")),
@@ -133,12 +133,12 @@ def _free_port(address: str) -> int:
         return port
 
 
-def _follow(console: Console, client: Client, study: str, ranks: Sequence[_Rank]) -> None:
+def _follow(console: Console, client: Client, study: str, trials: int, ranks: Sequence[_Rank]) -> None:
     """Show progress until all ranks have ended well."""
     deadline = time.monotonic() + _RUN_TIMEOUT_S
     columns = (TextColumn("{task.fields[phase]}"), BarColumn(), TextColumn("{task.completed}/{task.total} trials"))
     with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
-        task = progress.add_task("demo", total=_MAX_TRIALS, phase="starting two ranks")
+        task = progress.add_task("demo", total=trials, phase="starting two ranks")
         while any(rank.process.poll() is None for rank in ranks):
             _raise_if_failed(ranks)
             if time.monotonic() > deadline:
