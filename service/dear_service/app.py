@@ -42,13 +42,12 @@ def create_app(
         version=__version__,
         lifespan=_lifespan,
         redirect_slashes=False,
-        generate_unique_id_function=lambda route: route.name,
+        # The routers' own routes: included ones would be built anew by the first requests, in the midst of threads.
+        routes=[route for module in (studies, trials, health) for route in module.router.routes],
     )
     app.state.context = Context(
         database=database, clock=clock, lease=timedelta(seconds=settings.lease_s), new_optimizer=new_optimizer
     )
-    for module in (studies, trials, health):
-        app.include_router(module.router)
     problems.install(app)
     return app
 

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
@@ -117,9 +117,8 @@ def _binaries(folder: Path) -> tuple[Path, dict[str, Any]]:
 
 def _await(postgres: Postgres, server: subprocess.Popen[bytes]) -> None:
     for _ in range(_START_S * 20):
-        try:
+        assert server.poll() is None, "PostgreSQL ended at once"
+        with suppress(psycopg.OperationalError):
             return postgres.execute("SELECT 1")
-        except psycopg.OperationalError:
-            assert server.poll() is None, "PostgreSQL ended at once"
-            time.sleep(0.05)
+        time.sleep(0.05)
     raise TimeoutError("PostgreSQL does not answer")

@@ -34,6 +34,7 @@ class AppTransport(httpx.BaseTransport):
         self._app = httpx.ASGITransport(app, raise_app_exceptions=raise_errors)
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
+        """The application's answer."""
         return asyncio.run(self._answer(request))
 
     async def _answer(self, request: httpx.Request) -> httpx.Response:
@@ -48,6 +49,7 @@ class SetClock:
         self.now = datetime(2030, 1, 1, tzinfo=timezone.utc)
 
     def __call__(self) -> datetime:
+        """The moment that was set."""
         return self.now
 
     def advance(self, seconds: float) -> None:

@@ -1,17 +1,25 @@
-"""What endpoints take from the request, each named once."""
+"""What endpoints take from the request, each named once; and what the endpoints themselves are named."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from fastapi import Depends, Path, Query, Request
 
 from dear_service.context import Context
 
-__all__ = ["AfterNumber", "BeforeId", "ContextOf", "PageSize", "StudyPath", "TrialNumber"]
+if TYPE_CHECKING:
+    from fastapi.routing import APIRoute
+
+__all__ = ["AfterNumber", "BeforeId", "ContextOf", "PageSize", "StudyPath", "TrialNumber", "operation_id"]
 
 _MAX_ID = 2**63 - 1
 _MAX_NUMBER = 2**31 - 1
+
+
+def operation_id(route: APIRoute) -> str:
+    """An endpoint's name in the OpenAPI document: stable, whatever becomes of its path."""
+    return route.name
 
 
 def _context(request: Request) -> Context:

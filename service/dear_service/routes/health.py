@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from fastapi import APIRouter, HTTPException
 
-from dear_service.routes.dependencies import ContextOf
+from dear_service.routes.dependencies import ContextOf, operation_id
 from dear_service.schema import current_revision, head_revision
 from dear_tune import __version__
 from dear_tune.contract import Health
 
 __all__ = ["router"]
 
-router = APIRouter(tags=["health"])
+router = APIRouter(tags=["health"], generate_unique_id_function=operation_id)
 
 
 @router.get("/livez")

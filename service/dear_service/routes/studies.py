@@ -6,12 +6,14 @@ from fastapi import APIRouter, Response, status
 
 from dear_service import studies
 from dear_service.bodies import JsonRoute
-from dear_service.routes.dependencies import BeforeId, ContextOf, PageSize, StudyPath
+from dear_service.routes.dependencies import BeforeId, ContextOf, PageSize, StudyPath, operation_id
 from dear_tune.contract import Recommendation, Study, StudyPage, StudySpec
 
 __all__ = ["router"]
 
-router = APIRouter(prefix="/v1/studies", tags=["studies"], route_class=JsonRoute)
+router = APIRouter(
+    prefix="/v1/studies", tags=["studies"], route_class=JsonRoute, generate_unique_id_function=operation_id
+)
 
 
 @router.post("", status_code=status.HTTP_201_CREATED, responses={200: {"description": "The study existed."}})
