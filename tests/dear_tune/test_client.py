@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import httpx
 import pytest
-from landscapes import spec_of
+from support.landscapes import spec_of
 
 from dear_tune import client as client_module
 from dear_tune.client import Client

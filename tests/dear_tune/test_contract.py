@@ -3,8 +3,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from landscapes import FINGERPRINT
 from pydantic import BaseModel, ValidationError
+from support.landscapes import FINGERPRINT
 
 from dear_tune import contract
 from dear_tune.contract import Estimate, Fingerprint, Layer, Parameters, Report, StudySpec

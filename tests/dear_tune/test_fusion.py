@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from landscapes import space_of, spec_of
+from support.landscapes import space_of, spec_of
 
 from dear_tune.contract import Layer
 from dear_tune.errors import InvalidSpaceError

@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from landscapes import spec_of
+from support.landscapes import spec_of
 
 from dear_tune.client import Client
 from dear_tune.contract import Action, Failure, Report, StudyState, TrialState

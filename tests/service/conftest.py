@@ -4,7 +4,6 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
-from support.postgres import Postgres, running_postgres
 from support.service import LEASE_S, AppTransport, SetClock
 
 from dear_service import Settings, create_app
@@ -13,25 +12,8 @@ from dear_tune import Client
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     from fastapi import FastAPI
-
-
-@pytest.fixture(scope="session")
-def postgres() -> Iterator[Postgres]:
-    """A real PostgreSQL server."""
-    with running_postgres() as server:
-        yield server
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """An empty database of each kind."""
-    if request.param == "sqlite":
-        return f"sqlite:///{tmp_path}/studies.db"
-    server: Postgres = request.getfixturevalue("postgres")
-    return server.url(server.create())
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import json
 from functools import partial
 
 import pytest
-from landscapes import spec_of
+from support.landscapes import spec_of
 
 from dear_tune.cli import main
 from dear_tune.cli import studies as studies_module

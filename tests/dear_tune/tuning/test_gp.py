@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from landscapes import completed, space_of, transformer, tune
+from support.landscapes import completed, space_of, transformer, tune
 
 from dear_tune.contract import StudyState, TrialState
 from dear_tune.tuning.gp import GaussianProcessOptimizer

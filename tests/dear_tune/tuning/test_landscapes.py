@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from landscapes import Landscape, transformer, tune
+from support.landscapes import Landscape, transformer, tune
 
 from dear_tune.tuning.gp import GaussianProcessOptimizer
 from dear_tune.tuning.summary import Summary, summarize

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from landscapes import completed, space_of, transformer, tune
+from support.landscapes import completed, space_of, transformer, tune
 
 from dear_tune.contract import StudyState, TrialState
 from dear_tune.fusion import PlanSpace

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from landscapes import completed, space_of
+from support.landscapes import completed, space_of
 
 from dear_tune.contract import TrialState
 from dear_tune.tuning.history import Observation
