@@ -20,7 +20,7 @@ def tuner(url: str) -> Tuner:
     return Tuner(url=url, study="attention", window=4, settle=1, iterations_per_trial=ITERATIONS, max_trials=MAX_TRIALS)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def untuned(ranks):
     """The same training without a tuner."""
     return ranks(2).run(train, None, STEPS)
