@@ -31,7 +31,13 @@ from dear_tune.contract import (
     TrialPage,
     TrialState,
 )
-from dear_tune.errors import ConflictError, NotFoundError, RequestRefusedError, ServiceUnavailableError
+from dear_tune.errors import (
+    ConflictError,
+    InvalidUrlError,
+    NotFoundError,
+    RequestRefusedError,
+    ServiceUnavailableError,
+)
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -58,6 +64,9 @@ class Client:
 
     Every method raises `ServiceUnavailableError` when no usable answer came, and `RequestRefusedError` (or its
     `NotFoundError`, `ConflictError`) when the service refused.
+
+    Raises:
+        InvalidUrlError: `url` is no HTTP address.
     """
 
     def __init__(
@@ -68,7 +77,7 @@ class Client:
         attempts: int = 3,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        self.url = url.rstrip("/")
+        self.url = _checked(url)
         self._attempts = max(attempts, 1)
         self._http = httpx.Client(timeout=timeout_s, transport=transport)
 
@@ -85,7 +94,7 @@ class Client:
         self._http.close()
 
     def create_study(self, spec: StudySpec) -> Study:
-        """Get the study of that name, or create it; `ConflictError` if it exists for other layers or another cluster."""
+        """Get the study of that name, or create it; `ConflictError` if it has other layers or another cluster."""
         return self._send(Study, "POST", "/v1/studies", spec)
 
     def study(self, name: str) -> Study:
@@ -155,10 +164,22 @@ class Client:
                 return _read(answer, self._http.send(request))
             except (httpx.HTTPError, ServiceUnavailableError) as error:
                 failure = error
+        reason = str(failure) or type(failure).__name__
         raise ServiceUnavailableError(
-            f"No usable answer from {self.url} after {self._attempts} attempts ({failure or type(failure).__name__}). "
+            f"No usable answer from {self.url} after {self._attempts} attempts ({reason}). "
             "Is `dear-tune serve` running there?"
         ) from failure
+
+
+def _checked(url: str) -> str:
+    try:
+        parsed = httpx.URL(url)
+        parsed.host.encode("idna")  # as the socket will, whose UnicodeError httpx lets pass
+    except (httpx.InvalidURL, UnicodeError) as error:
+        raise InvalidUrlError(f"{url!r} is no address of a service: {error}.") from error
+    if parsed.scheme not in {"http", "https"} or not parsed.host:
+        raise InvalidUrlError(f"{url!r} is no address of a service; it should look like http://tuner:8000.")
+    return url.rstrip("/")
 
 
 def _path(study: str) -> str:

@@ -5,6 +5,7 @@ DearTuneError
 ├── ConfigurationError           a service cannot run with the settings it was given
 ├── InvalidSpaceError            a study whose search space makes no sense
 ├── ServiceError                 anything between a client and the service
+│   ├── InvalidUrlError          what was given as the service's address is none
 │   ├── ServiceUnavailableError  no usable answer came: try again later
 │   └── RequestRefusedError      the service answered 4xx, with a problem document
 │       ├── NotFoundError        404
@@ -30,6 +31,7 @@ __all__ = [
     "DearTuneError",
     "GradientError",
     "InvalidSpaceError",
+    "InvalidUrlError",
     "MissingExtraError",
     "NotFoundError",
     "RequestRefusedError",
@@ -68,6 +70,10 @@ class InvalidSpaceError(DearTuneError, ValueError):
 
 class ServiceError(DearTuneError):
     """Anything that goes wrong between a client and the tuning service."""
+
+
+class InvalidUrlError(ServiceError, ValueError):
+    """What was given as the service's address is no HTTP address."""
 
 
 class ServiceUnavailableError(ServiceError):

@@ -23,6 +23,7 @@ from dear_tune.tuning.history import Proposal
 from dear_tune.tuning.pool import Pool
 from dear_tune.tuning.surrogate import Surrogate
 from dear_tune.tuning.warmup import spread
+from dear_tune.units import format_bytes, format_share
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,7 +45,7 @@ class GaussianProcessOptimizer:
 
     Args:
         space: the candidates.
-        seed: of everything random; the same seed and history give the same proposal.
+        seed: of the warm-up's spread; the same seed and history give the same proposal.
         max_trials: the most trials ever proposed, whatever becomes of them.
     """
 
@@ -52,73 +53,73 @@ class GaussianProcessOptimizer:
         self._space = space
         self._seed = seed
         self._max_trials = max_trials
-        self._default = space.index(space.default_threshold_bytes)
 
     def suggest(self, history: Sequence[Observation]) -> Proposal:
         """The next step, from the trials so far by number."""
         pool = Pool.of(self._space, history)
         remaining = self._max_trials - len(history)
         state = StudyState.WARMING_UP if self._warm_up_left(pool) else StudyState.EXPLORING
-        plan, reason = self._explore(pool, remaining - self._reserve(pool), seed=self._seed + len(history))
+        plan, reason = self._explore(pool, remaining - self._reserve(pool))
         if plan is None and remaining > 0 and (plan := self._to_confirm(pool)) is not None:
-            reason = f"confirming the {'default' if plan == self._default else 'winner'}: {reason}"
+            reason = f"confirming the {'default' if plan == pool.default else 'winner'}: {reason}"
         if plan is not None:
             return Proposal(threshold_bytes=self._threshold(plan), state=state, reason=reason)
         if pool.held:
-            waiting = f"waiting for {len(pool.held)} running trials: nothing else to measure now"
-            return Proposal(threshold_bytes=None, state=state, reason=waiting)
+            trials = "1 trial" if len(pool.held) == 1 else f"{len(pool.held)} trials"
+            return Proposal(threshold_bytes=None, state=state, reason=f"waiting for {trials} that others measure")
         return Proposal(threshold_bytes=None, state=StudyState.CONVERGED, reason=f"converged: {reason}")
 
-    def _explore(self, pool: Pool, budget: int, *, seed: int) -> tuple[int | None, str]:
+    def _explore(self, pool: Pool, budget: int) -> tuple[int | None, str]:
         """A plan to try for the first time, or None, and why."""
         failed = sum(pool.failures.values())
         if failed > _FAILURES_TOLERATED and not pool.times_s:
             return None, f"all {failed} trials failed; the default stays"
         if budget <= 0:
             return None, f"the {self._max_trials} trials of the budget are used up"
-        untried = [plan for plan in spread(self._space, seed=self._seed) if plan not in pool.taken]
+        taken = pool.taken
+        untried = [plan for plan in range(len(self._space.plans)) if plan not in taken]
         if not untried:
             return None, "every plan has been tried"
         if left := self._warm_up_left(pool):
-            return untried[0], f"{left} of {self._warm_up_size(pool)} warm-up trials to go"
-        return self._improve(pool, sorted(untried), seed)
+            plan = next(plan for plan in spread(self._space, seed=self._seed) if plan not in taken)
+            return plan, f"{left} of {self._warm_up_size(pool)} warm-up trials to go"
+        return self._improve(pool, untried)
 
-    def _improve(self, pool: Pool, untried: Sequence[int], seed: int) -> tuple[int | None, str]:
-        surrogate = Surrogate(self._space, pool.times_s, pending=sorted(pool.held), seed=seed)
+    def _improve(self, pool: Pool, untried: Sequence[int]) -> tuple[int | None, str]:
+        surrogate = Surrogate(self._space, pool.times_s, pending=sorted(pool.held))
         improvement = surrogate.expected_improvement(untried)
         best = int(np.argmax(improvement))
         if improvement[best] < _WORTH_A_TRIAL:
-            return None, f"no untried plan promises more than {_WORTH_A_TRIAL:.1%}"
-        mebibytes = self._threshold(untried[best]) / 2**20
-        return untried[best], f"expected improvement {improvement[best]:.1%} at {mebibytes:.3g} MiB"
+            return None, f"no untried plan promises more than {format_share(_WORTH_A_TRIAL)}"
+        threshold = format_bytes(self._threshold(untried[best]))
+        return untried[best], f"expected improvement {format_share(improvement[best])} at {threshold}"
 
     def _to_confirm(self, pool: Pool) -> int | None:
         """The default or the winner, if it was not yet measured often enough to be compared."""
         winner = pool.best
-        if winner is None or winner == self._default:
+        if winner is None or winner == pool.default:
             return None
-        if self._owed(pool, self._default):
-            return self._default
-        unsettled = pool.held.difference(pool.completed)  # a first measurement is on its way: the winner may change
-        return None if unsettled or not self._owed(pool, winner) else winner
+        if pool.held.difference(pool.completed):
+            return None  # a first measurement is on its way: the winner may change
+        return next((plan for plan in (pool.default, winner) if self._owed(pool, plan)), None)
 
     def _owed(self, pool: Pool, plan: int) -> bool:
         measured = pool.trials.get(plan, 0) + (plan in pool.held)
-        return measured < _CONFIRMED_TRIALS and pool.failures.get(plan, 0) < _FAILURES_TOLERATED
+        return measured < _CONFIRMED_TRIALS and pool.failures.get(plan, 0) <= (plan == pool.default)
 
     def _reserve(self, pool: Pool) -> int:
         """Trials to keep for the confirmation: one for whatever wins, one for the default."""
         if self._max_trials < _SMALLEST_CONFIRMED_BUDGET:
             return 0
-        return 1 + self._owed(pool, self._default)
+        return 1 + self._owed(pool, pool.default)
 
     def _warm_up_size(self, pool: Pool) -> int:
-        return min(_WARM_UP_PLANS, len(self._space.plans) - len(pool.failures))
+        return min(_WARM_UP_PLANS, self._max_trials, len(self._space.plans) - len(pool.failures))
 
     def _warm_up_left(self, pool: Pool) -> int:
         return max(self._warm_up_size(pool) - len(pool.times_s), 0)
 
     def _threshold(self, plan: int) -> int:
-        if plan == self._default:
+        if plan == self._space.index(self._space.default_threshold_bytes):
             return self._space.default_threshold_bytes
         return self._space.plans[plan].threshold_bytes

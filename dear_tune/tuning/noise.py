@@ -20,6 +20,7 @@ converges.
 
 from __future__ import annotations
 
+from math import exp, expm1, hypot, log
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -47,8 +48,8 @@ def estimate(times_s: Sequence[float]) -> Estimate:
     half_width = float(stdtrit(len(times_s), 0.975) * np.sqrt(log_variance(times_s)))
     return Estimate(
         median_s=median,
-        low_s=median * np.exp(-half_width),
-        high_s=median * np.exp(half_width),
+        low_s=median * exp(-half_width),
+        high_s=median * exp(half_width),
         iterations=len(times_s),
     )
 
@@ -76,15 +77,15 @@ def gain(default: Estimate, incumbent: Estimate) -> Gain:
         default: of the default's plan.
         incumbent: of another plan; the two are taken as independent.
     """
-    ratio = np.log(incumbent.median_s / default.median_s)
-    above = np.hypot(_log(incumbent.high_s, incumbent.median_s), _log(default.median_s, default.low_s))
-    below = np.hypot(_log(incumbent.median_s, incumbent.low_s), _log(default.high_s, default.median_s))
+    ratio = log(incumbent.median_s / default.median_s)
+    above = hypot(_distance(incumbent.high_s, incumbent.median_s), _distance(default.median_s, default.low_s))
+    below = hypot(_distance(incumbent.median_s, incumbent.low_s), _distance(default.high_s, default.median_s))
     return Gain(fraction=_saved(ratio), low=_saved(ratio + above), high=_saved(ratio - below))
 
 
-def _log(larger: float, smaller: float) -> float:
-    return float(np.log(larger / smaller))
+def _distance(larger: float, smaller: float) -> float:
+    return log(larger / smaller)
 
 
 def _saved(log_ratio: float) -> float:
-    return float(-np.expm1(log_ratio))
+    return -expm1(log_ratio)

@@ -26,6 +26,7 @@ class Pool:
     """What the trials say about each plan, by its index in the space.
 
     Attributes:
+        default: the default threshold's plan.
         times_s: the iteration times of all completed and pruned trials of a plan, in seconds; never empty.
         completed: the iteration times of a plan's completed trials, estimated.
         trials: how many trials of a plan were completed.
@@ -33,6 +34,7 @@ class Pool:
         failures: how many trials of a plan failed.
     """
 
+    default: int
     times_s: Mapping[int, tuple[float, ...]]
     completed: Mapping[int, Estimate]
     trials: Mapping[int, int]
@@ -45,6 +47,7 @@ class Pool:
         plans = [(space.index(observation.threshold_bytes), observation) for observation in history]
         completed = _times(plans, frozenset({TrialState.COMPLETED}))
         return cls(
+            default=space.index(space.default_threshold_bytes),
             times_s=_times(plans, _MEASURED),
             completed={plan: estimate(times_s) for plan, times_s in completed.items()},
             trials=Counter(plan for plan, observation in plans if observation.state is TrialState.COMPLETED),
@@ -62,9 +65,10 @@ class Pool:
         """The fastest plan: the one whose iteration time's upper bound is lowest.
 
         The bound, not the median: of many noisy medians the lowest is lucky more often than fast, and a plan that was
-        measured twice deserves more trust than one measured once.
+        measured twice deserves more trust than one measured once. Plans that ever failed are out, but for the default.
         """
-        return min(self.completed, key=lambda plan: self.completed[plan].high_s, default=None)
+        sound = (plan for plan in self.completed if plan not in self.failures or plan == self.default)
+        return min(sound, key=lambda plan: self.completed[plan].high_s, default=None)
 
 
 def _times(plans: Sequence[tuple[int, Observation]], states: frozenset[TrialState]) -> dict[int, tuple[float, ...]]:

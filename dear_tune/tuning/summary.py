@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from dear_tune.contract import Estimate, Gain, TrialState
 from dear_tune.tuning.noise import gain
 from dear_tune.tuning.pool import Pool
+from dear_tune.units import format_share
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,11 +51,11 @@ def summarize(space: PlanSpace, history: Sequence[Observation]) -> Summary:
         history: the trials so far by number.
     """
     pool = Pool.of(space, history)
-    default_plan, best_plan = space.index(space.default_threshold_bytes), pool.best
-    default = pool.completed.get(default_plan)
+    best_plan = pool.best
+    default = pool.completed.get(pool.default)
     if best_plan is None:
         return Summary(
-            default=None,
+            default=default,
             incumbent_index=None,
             incumbent=None,
             gain=None,
@@ -63,7 +64,7 @@ def summarize(space: PlanSpace, history: Sequence[Observation]) -> Summary:
         )
     incumbent_index = _first_completed(space, history, best_plan)
     incumbent = pool.completed[best_plan]
-    saved = _SAME_PLAN if best_plan == default_plan else gain(default, incumbent) if default else None
+    saved = _SAME_PLAN if best_plan == pool.default else gain(default, incumbent) if default else None
     better = saved is not None and saved.low > 0
     return Summary(
         default=default,
@@ -97,8 +98,7 @@ def _reason(saved: Gain | None) -> str:
         return "the default: it has not been measured yet, so nothing can be said to be faster"
     if saved is _SAME_PLAN:
         return "the default: no other plan measured so far is faster"
+    fraction, low = format_share(saved.fraction), format_share(saved.low)
     if saved.low > 0:
-        return (
-            f"the incumbent: it saves {saved.fraction:.1%} of the default's iteration time (at least {saved.low:.1%})"
-        )
-    return f"the default: the incumbent saves {saved.fraction:.1%}, which is within the noise (down to {saved.low:.1%})"
+        return f"the incumbent: it saves {fraction} of the default's iteration time (at least {low})"
+    return f"the default: the incumbent's gain of {fraction} is within the noise (its lower bound is {low})"
