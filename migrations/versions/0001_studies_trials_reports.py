@@ -56,7 +56,7 @@ def _create_trials() -> None:
     op.create_table(
         "trials",
         sa.Column("id", _ID, primary_key=True),
-        sa.Column("study_id", sa.BigInteger(), sa.ForeignKey("studies.id", ondelete="CASCADE"), nullable=False),
+        sa.Column("study_id", _ID, sa.ForeignKey("studies.id", ondelete="CASCADE"), nullable=False),
         sa.Column("number", sa.Integer(), nullable=False),
         sa.Column("threshold_bytes", sa.BigInteger(), nullable=False),
         sa.Column("state", sa.String(16), nullable=False),
@@ -83,7 +83,7 @@ def _create_reports() -> None:
     op.create_table(
         "reports",
         sa.Column("id", _ID, primary_key=True),
-        sa.Column("trial_id", sa.BigInteger(), sa.ForeignKey("trials.id", ondelete="CASCADE"), nullable=False),
+        sa.Column("trial_id", _ID, sa.ForeignKey("trials.id", ondelete="CASCADE"), nullable=False),
         sa.Column("sequence", sa.Integer(), nullable=False),
         sa.Column("worker_id", sa.String(128), nullable=False),
         sa.Column("iteration_times_s", sa.JSON(), nullable=False),

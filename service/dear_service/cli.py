@@ -118,7 +118,8 @@ def _listen(host: str, port: int) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address, family=family, backlog=_BACKLOG)
     except OSError as error:
-        raise ConfigurationError(f"Cannot listen at {host}, port {port}: {error.strerror or error}.") from error
+        reason = str(error.strerror).partition(" (")[0]  # the rest repeats the address
+        raise ConfigurationError(f"Cannot listen at {host}, port {port}: {reason}.") from error
 
 
 def _url(listener: socket.socket) -> str:
