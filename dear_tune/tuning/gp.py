@@ -67,7 +67,7 @@ class GaussianProcessOptimizer:
         if pool.held:
             trials = "1 trial" if len(pool.held) == 1 else f"{len(pool.held)} trials"
             return Proposal(threshold_bytes=None, state=state, reason=f"waiting for {trials} that others measure")
-        return Proposal(threshold_bytes=None, state=StudyState.CONVERGED, reason=f"converged: {reason}")
+        return Proposal(threshold_bytes=None, state=StudyState.CONVERGED, reason=reason)
 
     def _explore(self, pool: Pool, budget: int) -> tuple[int | None, str]:
         """A plan to try for the first time, or None, and why."""

@@ -46,7 +46,7 @@ def test_the_end_names_its_reason() -> None:
     """A converged study says why nothing is worth another trial."""
     proposal = optimizer().suggest(tune(optimizer(), valley))
     assert proposal.state is StudyState.CONVERGED
-    assert proposal.reason == "converged: no untried plan promises more than 0.5 %"
+    assert proposal.reason == "no untried plan promises more than 0.5 %"
 
 
 def test_default_and_winner_are_measured_again() -> None:
