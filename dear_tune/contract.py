@@ -57,6 +57,7 @@ FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
 StudyName = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 WorkerId = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[^\x00-\x1f]+$")]
 Label = Annotated[str, Field(min_length=1, max_length=512, pattern=r"^[^\x00]+$")]
+Word = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[^\x00]+$")]
 
 
 class _Request(BaseModel):
@@ -100,18 +101,18 @@ class Layer(_Request):
 
     name: Label
     bytes: PositiveBytes
-    dtype: Annotated[str, Field(min_length=1, max_length=32)] = "float32"
+    dtype: Word = "float32"
 
 
 class Fingerprint(_Request):
     """What makes two training jobs comparable, beside their layers."""
 
     world_size: Annotated[int, Field(strict=True, ge=1, le=10_000_000)]
-    backend: Annotated[str, Field(min_length=1, max_length=64)]
-    device: Annotated[str, Field(min_length=1, max_length=256)]
-    dtype: Annotated[str, Field(min_length=1, max_length=32)]
+    backend: Word
+    device: Label
+    dtype: Word
     update: Literal["replicated", "sharded"] = "replicated"
-    model: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    model: Label | None = None
 
 
 class Parameters(_Answer):

@@ -32,9 +32,12 @@ def postgres() -> Iterator[Postgres]:
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
-def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """An empty database of each kind."""
     if request.param == "sqlite":
-        return f"sqlite:///{tmp_path}/studies.db"
+        yield f"sqlite:///{tmp_path}/studies.db"
+        return
     server: Postgres = request.getfixturevalue("postgres")
-    return server.url(server.create())
+    name = server.create()
+    yield server.url(name)
+    server.drop(name)

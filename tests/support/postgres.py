@@ -41,12 +41,12 @@ class Postgres:
     def create(self) -> str:
         """The name of a new, empty database."""
         name = f"test_{next(self._numbers)}"
-        self.execute(f"CREATE DATABASE {name}")
+        self.execute(f"CREATE DATABASE {name} STRATEGY FILE_COPY")  # the faster one without fsync
         return name
 
     def drop(self, name: str) -> None:
         """Take a database away from under whoever uses it."""
-        self.execute(f"DROP DATABASE {name} WITH (FORCE)")
+        self.execute(f"DROP DATABASE IF EXISTS {name} WITH (FORCE)")
 
     def execute(self, statement: str) -> None:
         """Run one statement outside of a transaction."""
@@ -90,7 +90,7 @@ def running_postgres() -> Iterator[Postgres]:
             _await(postgres, server)
             yield postgres
         finally:
-            server.send_signal(signal.SIGINT)  # a fast shutdown: open connections are closed
+            server.send_signal(signal.SIGQUIT)  # at once, writing nothing down: the folder is thrown away
             server.wait()
             log.close()
 
