@@ -16,7 +16,7 @@ from dear_tune.contract import StudyState, TrialState
 if TYPE_CHECKING:
     from sqlalchemy import Dialect
 
-__all__ = ["Base", "ReportRow", "StudyRow", "TrialRow"]
+__all__ = ["Base", "ReportRow", "StudyRow", "TrialRow", "UtcDateTime"]
 
 
 class UtcDateTime(TypeDecorator[datetime]):
