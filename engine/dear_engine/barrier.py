@@ -27,13 +27,17 @@ from torch import nn
 from dear_tune.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
 
 __all__ = ["Gate", "attach", "detach"]
 
 
 class Gate(Protocol):
     """What a barrier asks before it lets a read through."""
+
+    def holds(self, parameter: torch.Tensor) -> bool:
+        """Whether this engine updates the parameter."""
+        ...
 
     def read(self, parameter: torch.Tensor) -> None:
         """Bring one parameter up to date; other tensors are none of its business."""
@@ -64,10 +68,9 @@ class _Barrier(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if type(self)._dear_reads_at_call:
-            for parameter in self._parameters.values():
+            for parameter in _kept_in_plain_attributes(self):
                 for gate in type(self)._dear_gates:
-                    if parameter is not None:
-                        gate.read(parameter)
+                    gate.read(parameter)
         return super().__call__(*args, **kwargs)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
@@ -106,30 +109,48 @@ def attach(model: nn.Module, gate: Gate) -> None:
     """Put the barrier before every module's parameters; a second engine on the same model joins the first.
 
     Raises:
-        UnsupportedError: a module whose class cannot be extended; no module has been changed then.
+        UnsupportedError: a parameter that another engine updates already, or a module whose class cannot be
+            extended. Nothing has been changed then.
     """
-    modules = dict(model.named_modules())
-    for name, module in modules.items():
-        if isinstance(module, torch.jit.ScriptModule):
+    others = {other for module in model.modules() for other in _gates(type(module))}
+    for name, parameter in nn.Module.named_parameters(model):
+        if gate.holds(parameter) and any(other.holds(parameter) for other in others):
+            raise UnsupportedError(f"{name} belongs to another DistributedOptimizer; close() that one first.")
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):  # it reads its parameters in C++
             raise UnsupportedError(f"{name or 'The model'} is a ScriptModule; dear_engine needs the original module.")
-    _swap(modules.values(), lambda gates: (*gates, gate))
+    _swap(model, lambda gates: (*gates, gate))
 
 
 def detach(model: nn.Module, gate: Gate) -> None:
     """Take this engine's barrier away; modules that no engine is attached to get their own class back."""
-    _swap(model.modules(), lambda gates: tuple(other for other in gates if other is not gate))
+    _swap(model, lambda gates: tuple(other for other in gates if other is not gate))
 
 
-def _swap(modules: Iterable[nn.Module], changed: Callable[[tuple[Gate, ...]], tuple[Gate, ...]]) -> None:
-    classes: dict[tuple[type[nn.Module], bool], type[nn.Module]] = {}
-    for module in modules:
-        attached = type(module)
-        original = attached._dear_original if issubclass(attached, _Barrier) else attached
-        gates = changed(attached._dear_gates if issubclass(attached, _Barrier) else ())
-        kind = (original, _keeps_parameters_in_plain_attribute(module))
+def _swap(model: nn.Module, changed: Callable[[tuple[Gate, ...]], tuple[Gate, ...]]) -> None:
+    classes: dict[tuple[Any, ...], type[nn.Module]] = {}
+    before = [(module, type(module)) for module in model.modules()]
+    for name, module in model.named_modules():
+        kind = (_original(type(module)), bool(_kept_in_plain_attributes(module)), changed(_gates(type(module))))
         if kind not in classes:
-            classes[kind] = _extended(*kind, gates) if gates else original
-        module.__class__ = classes[kind]
+            classes[kind] = _extended(*kind) if kind[-1] else kind[0]
+        try:
+            module.__class__ = classes[kind]
+        except TypeError as error:
+            for earlier, own in before:
+                earlier.__class__ = own
+            raise UnsupportedError(
+                f"{name or 'The model'} is a {type(module).__name__}, whose class cannot be extended ({error}); "
+                "dear_engine needs a plain nn.Module there."
+            ) from error
+
+
+def _original(attached: type[nn.Module]) -> type[nn.Module]:
+    return attached._dear_original if issubclass(attached, _Barrier) else attached
+
+
+def _gates(attached: type[nn.Module]) -> tuple[Gate, ...]:
+    return attached._dear_gates if issubclass(attached, _Barrier) else ()
 
 
 def _extended(original: type[nn.Module], reads_at_call: bool, gates: tuple[Gate, ...]) -> type[nn.Module]:
@@ -145,10 +166,13 @@ def _extended(original: type[nn.Module], reads_at_call: bool, gates: tuple[Gate,
     return types.new_class(original.__name__, (_Barrier, original), exec_body=lambda body: body.update(members))
 
 
-def _keeps_parameters_in_plain_attribute(module: nn.Module) -> bool:
-    """As the recurrent layers do, in a list that their forward reads."""
-    kept = [value for value in vars(module).values() if isinstance(value, (list, tuple))]
-    return any(isinstance(item, nn.Parameter) for value in kept for item in value)
+def _kept_in_plain_attributes(module: nn.Module) -> list[nn.Parameter]:
+    """Parameters that the module reads past attribute access: the recurrent layers keep theirs in a list."""
+    kept: list[Any] = []
+    for value in vars(module).values():
+        if isinstance(value, (list, tuple)):
+            kept.extend(value)
+    return [item for item in kept if isinstance(item, nn.Parameter)]
 
 
 def _read_all(module: _Barrier, *, interrupts: bool) -> None:

@@ -82,8 +82,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._schedule = Schedule(layers, optimizer, self._collectives, settings.threshold_bytes)
         self._threshold_bytes = settings.threshold_bytes
         self._timer = IterationTimer(clock_for(device))
+        try:
+            barrier.attach(model, self)
+        except UnsupportedError:
+            self._schedule.close()
+            self._channel.close()
+            raise
         self._tuning = self._tuning_loop(settings, layers, dist.get_backend(group), device)
-        barrier.attach(model, self)
 
     # Both read-only on purpose: they are always the wrapped optimizer's.
     @property
@@ -181,6 +186,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._tuning.close()
         self._channel.close()
 
+    def holds(self, parameter: torch.Tensor) -> bool:
+        """For the read barrier: whether this engine updates the parameter."""
+        return self._schedule.holds(parameter)
+
     def read(self, parameter: torch.Tensor) -> None:
         """For the read barrier: bring one parameter up to date."""
         self._schedule.read(parameter)
@@ -246,11 +255,15 @@ def _agree(
 
 
 def _start_equal(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Rank 0's parameters and buffers, everywhere."""
+    """Rank 0's parameters and buffers, everywhere, byte for byte: backends do not know every dtype."""
     source = dist.get_global_rank(group, 0)
-    with torch.no_grad():
-        for tensor in [*model.parameters(), *model.buffers()]:
-            dist.broadcast(tensor.detach(), source, group=group)
+    for tensor in [*model.parameters(), *model.buffers()]:
+        own = tensor.detach()
+        contiguous = own.contiguous()
+        if own.numel():
+            dist.broadcast(contiguous.view(-1).view(torch.uint8), source, group=group)
+        if not own.is_contiguous():
+            own.copy_(contiguous)
 
 
 def _frozen_parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:

@@ -110,6 +110,10 @@ class Schedule:
             bucket.work = self._collectives.all_gather(bucket.flat)
             bucket.state = BucketState.PENDING
 
+    def holds(self, parameter: torch.Tensor) -> bool:
+        """Whether the parameter is in one of the buckets."""
+        return parameter in self._places
+
     def read(self, parameter: torch.Tensor) -> None:
         """Apply the pending update of the parameter's bucket, if there is one."""
         place = self._places.get(parameter)

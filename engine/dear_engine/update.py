@@ -36,6 +36,11 @@ def check_supported(optimizer: torch.optim.Optimizer) -> None:
         )
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise UnsupportedError("SparseAdam needs sparse gradients, which are not supported; use Adam.")
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        raise UnsupportedError(
+            "The optimizer has step hooks. Its step() runs once for each bucket, so register them on the "
+            "DistributedOptimizer instead: there they run once a step."
+        )
 
 
 def hyperparameters(optimizer: torch.optim.Optimizer) -> Hyperparameters:

@@ -13,6 +13,8 @@ EXPECTED = {
     "nothing_to_train": ("UnsupportedError", "nothing to train"),
     "different_models": ("UnsupportedError", "[1]"),
     "thawed": ("UnsupportedError", "frozen"),
+    "second_engine": ("UnsupportedError", "0.weight belongs to another"),
+    "hooked_optimizer": ("UnsupportedError", "step hooks"),
     "scripted": ("UnsupportedError", "ScriptModule"),
 }
 

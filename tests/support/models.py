@@ -131,6 +131,23 @@ class Convolutional(nn.Sequential):
         self.to(memory_format=torch.channels_last)
 
 
+class Hoarder(nn.Module):
+    """Keeps its children's weights in a list, and a complex buffer, which no backend broadcasts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(12, 12, bias=False) for _ in range(3))
+        self.weights = [layer.weight for layer in self.layers]
+        self.head = nn.Linear(12, 4)
+        self.register_buffer("rotation", torch.polar(torch.ones(6), torch.randn(6)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight in self.weights:
+            x = torch.tanh(F.linear(x, weight))
+        turned = torch.view_as_complex(x.view(len(x), 6, 2)) * self.rotation
+        return self.head(torch.view_as_real(turned).flatten(1))
+
+
 class Perceptron(nn.Sequential):
     """Nothing special, and a parameter with fewer elements than ranks."""
 
@@ -150,5 +167,6 @@ MODELS: dict[str, type[nn.Module]] = {
         Sometimes,
         Checkpointed,
         Convolutional,
+        Hoarder,
     )
 }

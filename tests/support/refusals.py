@@ -104,3 +104,18 @@ def scripted() -> None:
         warnings.simplefilter("ignore")  # torch.jit is deprecated, and still in use
         model = torch.jit.script(nn.Linear(2, 2))
     dear.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, tuner=None)
+
+
+@_case
+def second_engine() -> None:
+    model = build("Perceptron")
+    for _ in range(2):
+        dear.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, tuner=None)
+
+
+@_case
+def hooked_optimizer() -> None:
+    model = build("Perceptron")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_post_hook(lambda *_: None)
+    dear.DistributedOptimizer(optimizer, model, tuner=None)
