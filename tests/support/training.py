@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import os
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -233,3 +235,49 @@ def scheduled(steps: int) -> float:
                     scheduler.step()
             worst = max(worst, distance(model, reference))
     return worst
+
+
+def resumed() -> tuple[str, str]:
+    """Digests after eight steps: uninterrupted, and saved after four and resumed with a new model and engine."""
+    model = build("Attention")
+    with engine(model, OPTIMIZERS["AdamW"](model.parameters()), threshold_bytes=1500) as optimizer:
+        _train(model, optimizer, range(4))
+        saved = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+        _train(model, optimizer, range(4, 8))
+        uninterrupted = digest(model)
+    other = build("Attention", seed=5)
+    with engine(other, OPTIMIZERS["AdamW"](other.parameters()), threshold_bytes=WHOLE_MODEL) as optimizer:
+        other.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        _train(other, optimizer, range(4, 8))
+        return uninterrupted, digest(other)
+
+
+def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model, batches(step)[dist.get_rank()]).backward()
+        optimizer.step()
+
+
+def one_rank_dies() -> None:
+    """The last rank is gone at the third step; the others go on as long as they can."""
+    model = build("Perceptron")
+    with engine(model, OPTIMIZERS["SGD"](model.parameters()), threshold_bytes=1500) as optimizer:
+        for step in range(20):
+            if step == 3 and dist.get_rank() == dist.get_world_size() - 1:
+                os._exit(1)
+            _train(model, optimizer, range(step, step + 1))
+
+
+def group_destroyed_at_once() -> float:
+    """Parameters after the process group is destroyed right after the last step, against the oracle's."""
+    model, reference = build("Perceptron"), build("Perceptron")
+    optimizer = dear.DistributedOptimizer(OPTIMIZERS["SGD"](model.parameters()), model, tuner=None)
+    oracle = OPTIMIZERS["SGD"](reference.parameters())
+    for step in range(3):
+        _train(model, optimizer, range(step, step + 1))
+        oracle_step(reference, oracle, step)
+    time.sleep(0.3 * dist.get_rank())  # the others leave first
+    dist.destroy_process_group()
+    return distance(model, reference)
