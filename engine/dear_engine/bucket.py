@@ -33,6 +33,7 @@ class BucketState(Enum):
     ACCUMULATING = "accumulating"  # for the gradients of this step
     REDUCING = "reducing"  # for step(); its reduce-scatter is queued, its gradients are closed
     PENDING = "pending"  # for the first read of one of its parameters; its all-gather is queued
+    BROKEN = "broken"  # for nothing: its update failed half-way, and its parameters are of no step
 
 
 class Slot:
@@ -40,12 +41,15 @@ class Slot:
 
     Attributes:
         view: the parameter's gradient inside the flat buffer, of the parameter's shape.
+        current: whether the parameter was read through the model, or brought up to date, since the last step: only
+            then can a use of it in forward have seen its latest value.
     """
 
     def __init__(self, name: str, parameter: nn.Parameter, view: torch.Tensor) -> None:
         self.name = name
         self.parameter = parameter
         self.view = view
+        self.current = True
         self._sent: torch.Tensor | None = None
         self._version = 0
 
@@ -64,7 +68,7 @@ class Slot:
             raise UnsupportedError(
                 f"{self.name} has a {gradient.layout} gradient; build its module with sparse=False to use dear_engine."
             )
-        self.view.copy_(gradient)
+        self.view.copy_(gradient.detach())
         self._sent, self._version = gradient, gradient._version
         return True
 
@@ -100,15 +104,17 @@ class Bucket:
         self.state = BucketState.ACCUMULATING
         self.work: Work | None = None
         self._all_local = False
-        self._expect()
+        self._missing: int | None = None  # gradients of this step; counted when the first one comes
 
     @property
     def complete(self) -> bool:
-        """Whether every parameter's gradient of this step has come."""
-        return self._missing == 0
+        """Whether every gradient of this step has come that can."""
+        return self._trainable() == 0 if self._missing is None else self._missing == 0
 
     def fill(self, slot: Slot) -> None:
         """Take in a gradient that has come; once more if it has grown since."""
+        if self._missing is None:
+            self._missing = self._trainable()
         self._missing -= not slot.filled
         slot.fill()
 
@@ -124,13 +130,23 @@ class Bucket:
 
     def release(self) -> None:
         """Let the sent gradients go, at step(); `GradientError` if one was changed after it was sent."""
+        self._missing = None
         for slot in self.slots:
             slot.release()
-        self._expect()
 
-    def _expect(self) -> None:
-        # Of a parameter that has been frozen since, no gradient comes; if it is thawed meanwhile, close() takes it in.
-        self._missing = sum(slot.parameter.requires_grad for slot in self.slots)
+    @property
+    def in_use(self) -> bool:
+        """Whether it holds gradients of a step that has not been taken."""
+        return self.state is BucketState.REDUCING or any(slot.filled for slot in self.slots)
+
+    def set_current(self, current: bool) -> None:
+        """Note for all its parameters whether what anyone reads now is their latest value."""
+        for slot in self.slots:
+            slot.current = current
+
+    def _trainable(self) -> int:
+        """How many parameters gradients can come for: some may have been frozen since the bucket was built."""
+        return sum(slot.parameter.requires_grad for slot in self.slots)
 
     def averaged(self) -> Sequence[torch.Tensor | None]:
         """After the all-gather: each slot's mean gradient over ranks, None where no rank had one."""

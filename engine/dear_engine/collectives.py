@@ -16,6 +16,7 @@ no other agreement is needed. NCCL: its own collectives, whose stream is that qu
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -26,9 +27,19 @@ from typing_extensions import override
 from dear_tune.errors import CommunicationError, UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+    from datetime import timedelta
 
-__all__ = ["Channel", "Collectives", "NativeCollectives", "RingCollectives", "Traffic", "Work", "collectives_for"]
+__all__ = [
+    "Channel",
+    "Collectives",
+    "NativeCollectives",
+    "RingCollectives",
+    "Traffic",
+    "Work",
+    "check_backend",
+    "collectives_for",
+]
 
 
 class Work(Protocol):
@@ -92,8 +103,10 @@ class Channel:
         return self.submit(lambda: self.group.allreduce([values], dist.ReduceOp.MAX).wait())
 
     def close(self) -> None:
-        """Finish what is queued and end the thread."""
+        """Finish what is queued, end the thread and leave the group."""
         self._thread.shutdown()
+        if dist.is_initialized():  # otherwise the user has destroyed all groups already
+            dist.destroy_process_group(self.group)
 
     def _run(self, job: Callable[[], None]) -> None:
         if self._broken is not None:  # a partner is lost: later jobs would wait for it in vain
@@ -105,17 +118,46 @@ class Channel:
             raise
 
 
-class _QueuedWork:
+class _QueuedWork(Work):
     def __init__(self, future: Future[None]) -> None:
         self._future = future
 
+    @override
     def wait(self) -> None:
-        try:
+        with _as_ours():
             self._future.result()
-        except Exception as error:
-            raise CommunicationError(
-                f"A collective failed; another rank has probably stopped, its log says why. ({error})"
-            ) from error
+
+
+class _NativeWork(Work):
+    def __init__(self, work: dist.Work) -> None:
+        self._work = work
+
+    @override
+    def wait(self) -> None:
+        with _as_ours():
+            self._work.wait()
+
+
+@contextmanager
+def _as_ours() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise CommunicationError(
+            f"A collective failed; another rank has probably stopped, its log says why. ({error})"
+        ) from error
+
+
+def _timeout_of(process_group: dist.ProcessGroup) -> timedelta | None:
+    """How long the user lets a collective take; None, for the default, where torch does not tell."""
+    for device in ("cpu", "cuda"):
+        try:
+            options = process_group._get_backend(torch.device(device)).options
+        except RuntimeError:  # the group has no backend for that device
+            continue
+        timeout: timedelta | None = getattr(options, "_timeout", None)
+        return timeout
+    return None
 
 
 class RingCollectives(Collectives):
@@ -191,21 +233,19 @@ class NativeCollectives(Collectives):
         if work is None:
             raise CommunicationError("This process is not part of the optimizer's process group.")
         self.traffic.sent_bytes += flat.nbytes // self.world_size * (self.world_size - 1)
-        return work
+        return _NativeWork(work)
+
+
+def check_backend(process_group: dist.ProcessGroup, device: torch.device) -> None:
+    """Raise `UnsupportedError` if no backend of the group that the engine knows serves the device."""
+    backends = dist.get_backend_config(process_group)
+    if not (device.type == "cpu" and "gloo" in backends) and not (device.type == "cuda" and "nccl" in backends):
+        raise UnsupportedError(
+            f"Parameters on {device} with the process group's backends {backends}: dear_engine needs "
+            'init_process_group("nccl") for parameters on CUDA devices and init_process_group("gloo") for the CPU.'
+        )
 
 
 def collectives_for(process_group: dist.ProcessGroup, device: torch.device, channel: Channel) -> Collectives:
-    """The collectives for tensors on a device.
-
-    Raises:
-        UnsupportedError: no backend of the group serves that device.
-    """
-    backends = dist.get_backend_config(process_group)
-    if device.type == "cpu" and "gloo" in backends:
-        return RingCollectives(channel)
-    if device.type == "cuda" and "nccl" in backends:
-        return NativeCollectives(process_group)
-    raise UnsupportedError(
-        f"Parameters on {device} with the process group's backends {backends}: dear_engine needs "
-        'init_process_group("nccl") for parameters on CUDA devices and init_process_group("gloo") for the CPU.'
-    )
+    """The collectives for tensors on a device that `check_backend` lets pass."""
+    return NativeCollectives(process_group) if device.type == "cuda" else RingCollectives(channel)

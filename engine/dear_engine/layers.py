@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ModelLayer", "dtype_name", "layers_of"]
 
+_LONGEST_NAME = 512  # characters that the wire contract allows; the end tells more than the beginning
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelLayer:
@@ -39,6 +41,12 @@ def layers_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[ModelL
         UnsupportedError: the optimizer holds a parameter that is not the model's, or one that the engine cannot
             handle.
     """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            raise UnsupportedError(
+                f"{name or 'The model'} is a DistributedDataParallel, which reduces gradients itself; "
+                "DistributedOptimizer takes its place: pass the module inside."
+            )
     wanted = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     layers: list[ModelLayer] = []
     for prefix, module in model.named_modules():
@@ -66,7 +74,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def _layer(name: str, dtype: str, parameters: dict[str, nn.Parameter]) -> ModelLayer:
     size = sum(parameter.nbytes for parameter in parameters.values())
-    return ModelLayer(layer=Layer(name=name, bytes=size, dtype=dtype), parameters=parameters)
+    return ModelLayer(layer=Layer(name=name[-_LONGEST_NAME:], bytes=size, dtype=dtype), parameters=parameters)
 
 
 def _check(layers: list[ModelLayer]) -> None:
@@ -77,5 +85,7 @@ def _check(layers: list[ModelLayer]) -> None:
     if len(devices) > 1:
         raise UnsupportedError(f"The model's parameters lie on several devices ({devices}); one is supported.")
     for name, parameter in named:
+        if hasattr(parameter, "device_mesh"):
+            raise UnsupportedError(f"{name} is a DTensor; it is sharded or replicated by another engine already.")
         if not parameter.is_floating_point():
             raise UnsupportedError(f"{name} is {dtype_name(parameter.dtype)}; only real floating point is supported.")

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
+from pydantic import ValidationError
 
 from dear_engine import barrier
-from dear_engine.collectives import Channel, Traffic, collectives_for
+from dear_engine.collectives import Channel, Traffic, check_backend, collectives_for
 from dear_engine.layers import ModelLayer, dtype_name, layers_of
 from dear_engine.schedule import Schedule
 from dear_engine.timing import IterationTimer, clock_for
 from dear_engine.tuner import ServiceThread, Tuner, TuningLoop
-from dear_engine.update import check_supported
+from dear_engine.update import check_hooks, check_supported
 from dear_tune.client import Client
 from dear_tune.contract import DEFAULT_THRESHOLD_BYTES, Fingerprint
 from dear_tune.errors import UnsupportedError
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from dear_tune.fusion import FusionPlan
 
 __all__ = ["DistributedOptimizer"]
+
+logger = logging.getLogger("dear_engine")
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -51,6 +55,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         UnsupportedError: before anything is changed, for what the engine would get wrong.
     """
 
+    # The stock GradScaler then leaves unscaling to `step`, and so to us.
+    _step_supports_amp_scaling = True
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -65,18 +72,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise UnsupportedError("Call torch.distributed.init_process_group() before DistributedOptimizer(...).")
         if update != "replicated":
             raise UnsupportedError(f'update={update!r}: only "replicated" is supported.')
+        group = process_group or dist.group.WORLD
+        assert group is not None  # it is initialized
         check_supported(optimizer)
+        layers = layers_of(model, optimizer)
+        device = next(iter(layers[0].parameters.values())).device
+        check_backend(group, device)
         self._optimizer = optimizer
         self._model = model
         # As an optimizer that is restored from a pickle sets itself up, without parameter groups of its own.
         self.__setstate__({"defaults": optimizer.defaults})
-        layers = layers_of(model, optimizer)
-        device = next(iter(layers[0].parameters.values())).device
-        group = process_group or dist.group.WORLD
-        assert group is not None  # it is initialized
         self._channel = Channel(group)
         settings = _agree(self._channel, layers, threshold_bytes, tuner)
-        _start_equal(model, group)
         self._frozen = _frozen_parameters(optimizer)
         self._collectives = collectives_for(group, device, self._channel)
         self._schedule = Schedule(layers, optimizer, self._collectives, settings.threshold_bytes)
@@ -85,9 +92,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         try:
             barrier.attach(model, self)
         except UnsupportedError:
-            self._schedule.close()
             self._channel.close()
             raise
+        _start_equal(model, group)
+        self._schedule.start()
         self._tuning = self._tuning_loop(settings, layers, dist.get_backend(group), device)
 
     # Both read-only on purpose: they are always the wrapped optimizer's.
@@ -134,12 +142,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._refuse_thawed()
+        self._check_step()
         self._schedule.step()
         # Schedulers that were built on the wrapped optimizer look there whether it has stepped.
         self._optimizer._opt_called = True  # type: ignore[attr-defined]
         if self._tuning is not None:
-            self.set_threshold(self._tuning.after_step(self._threshold_bytes))
+            self._fuse(self._tuning.after_step(self._threshold_bytes))
         return loss
 
     @contextmanager
@@ -156,7 +164,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._schedule.synchronize()
 
     def set_threshold(self, threshold_bytes: int) -> None:
-        """Fuse anew by another threshold, in bytes, between two steps. All ranks do it at the same step."""
+        """Fuse anew by another threshold, in bytes, after a step. All ranks do it after the same one.
+
+        Raises:
+            UnsupportedError: a tuner sets the threshold.
+            GradientError: gradients are there that no step has used yet.
+        """
+        if self._tuning is not None:
+            raise UnsupportedError(
+                "The tuner sets the threshold of this run; build it with tuner=None to set your own."
+            )
+        self._fuse(threshold_bytes)
+
+    def _fuse(self, threshold_bytes: int) -> None:
         if threshold_bytes != self._threshold_bytes:
             self._schedule.fuse(threshold_bytes)
             self._threshold_bytes = threshold_bytes
@@ -179,12 +199,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         )
 
     def close(self) -> None:
-        """Apply what is pending, stop tuning, and give the model back as it was. All ranks call it."""
-        self._schedule.close()
-        barrier.detach(self._model, self)
-        if self._tuning is not None:
-            self._tuning.close()
-        self._channel.close()
+        """Apply what is pending, stop tuning, and give the model back as it was. All ranks call it.
+
+        Gradients that no step has used stay in `.grad`, as this rank's own.
+        """
+        try:
+            self._schedule.close()
+        finally:
+            barrier.detach(self._model, self)
+            if self._tuning is not None:
+                self._tuning.close()
+            self._channel.close()
 
     def holds(self, parameter: torch.Tensor) -> bool:
         """For the read barrier: whether this engine updates the parameter."""
@@ -200,11 +225,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._timer.interrupt()
         self._schedule.synchronize()
 
-    def _refuse_thawed(self) -> None:
+    def _check_step(self) -> None:
+        """Refuse what has become wrong since the engine was built."""
+        check_hooks(self._optimizer)
         if any(parameter.requires_grad for parameter in self._frozen):
             raise UnsupportedError(
                 "A parameter that was frozen when DistributedOptimizer(...) was built requires a gradient now. "
                 "Freeze after building it, or close() it and build it again."
+            )
+        if getattr(self, "found_inf", None) is not None:  # as torch.amp.GradScaler hands it over
+            raise UnsupportedError(
+                "GradScaler is not supported yet: gradients have been communicated before it unscales them. Train in "
+                "bfloat16, which needs no scaler."
             )
 
     def _tuning_loop(
@@ -213,17 +245,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
         tuner = settings.tuner
         if tuner is None:
             return None
-        service = None
-        if self._channel.rank == 0:
-            fingerprint = Fingerprint(
-                world_size=self._channel.world_size,
-                backend=backend,
-                device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-                dtype=dtype_name(next(iter(layers[0].parameters.values())).dtype),
-                model=type(self._model).__name__,
-            )
+        fingerprint = Fingerprint(
+            world_size=self._channel.world_size,
+            backend=backend,
+            device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+            dtype=dtype_name(next(iter(layers[0].parameters.values())).dtype),
+            model=type(self._model).__name__,
+        )
+        try:  # on every rank: all come to the same result
             spec = tuner.spec([layer.layer for layer in layers], fingerprint, settings.threshold_bytes)
-            service = ServiceThread(Client(tuner.url), spec, tuner.worker_id)
+        except ValidationError as error:
+            logger.warning("Training goes on untuned: the service cannot describe this model. %s", error)
+            return None
+        first = self._channel.rank == 0
+        service = ServiceThread(Client(tuner.url), spec, tuner.worker_id) if first else None
         return TuningLoop(self._channel, self._timer, tuner, service)
 
 

@@ -8,15 +8,17 @@
 Every rank queues the same collectives in the same order: reduce-scatters from the last bucket to the first, then
 all-gathers from the first to the last. A bucket whose gradients are complete waits until those behind it started.
 
-Why no number can be silently wrong: a bucket is PENDING from `step` until its update is applied. Reads through
-the model apply it (barrier.py). A read that escaped used old values; then backward brings a gradient for a
-parameter of a PENDING bucket, and that raises `StaleParameterError`. If backward brings none, the old values
-influenced no gradient.
+A bucket is PENDING from `step` until its update is applied. Reads through the model apply it (barrier.py) and mark
+the parameter as current. A gradient for a parameter that was not read through the model since the last step, nor
+brought up to date by `synchronize`, may come from an old value: it raises `StaleParameterError`.
 """
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
+
+import torch
 
 from dear_engine.bucket import Bucket, BucketState, Slot
 from dear_engine.update import Hyperparameters, apply_update, hyperparameters
@@ -24,9 +26,8 @@ from dear_tune.errors import GradientError, StaleParameterError
 from dear_tune.fusion import FusionPlan, fuse
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
-    import torch
     from torch.utils.hooks import RemovableHandle
 
     from dear_engine.collectives import Collectives
@@ -39,7 +40,7 @@ class Schedule:
     """The buckets of one engine, and the phases they go through together.
 
     Args:
-        layers: in forward order.
+        layers: in the order of forward, as far as it is known.
         optimizer: steps the parameters of these layers.
         collectives: carry the buckets.
         threshold_bytes: the fusion threshold to begin with.
@@ -58,18 +59,25 @@ class Schedule:
         self._optimizer = optimizer
         self._collectives = collectives
         self._settings: Hyperparameters = {}
-        self._buckets: list[Bucket] = []  # in forward order
+        self._buckets: list[Bucket] = []  # in the layers' order
         self._reduced = 0  # of this step's buckets, from the last on
+        self._stream: torch.cuda.Stream | None = None
+        self._hooks: list[RemovableHandle] = []
         self.fuse(threshold_bytes)
-        self._hooks = self._hook_gradients()
 
     @property
     def buckets(self) -> Sequence[Bucket]:
-        """In forward order."""
+        """In the layers' order."""
         return self._buckets
 
     def fuse(self, threshold_bytes: int) -> None:
-        """Build the buckets anew, between two steps; pending updates are applied first."""
+        """Build the buckets anew, between a step and the next backward; pending updates are applied first.
+
+        Raises:
+            GradientError: gradients are there that no step has used yet.
+        """
+        if any(bucket.in_use for bucket in self._buckets):
+            raise GradientError("The threshold can be changed after step() and before backward(), not in between.")
         self.synchronize()
         self.plan: FusionPlan = fuse([layer.layer for layer in self._layers], threshold_bytes)
         self._places: dict[torch.Tensor, tuple[Bucket, Slot]] = {}
@@ -79,20 +87,25 @@ class Schedule:
             self._buckets.append(Bucket(members, self._collectives.world_size))
         self._places = {slot.parameter: (bucket, slot) for bucket in self._buckets for slot in bucket.slots}
 
+    def start(self) -> None:
+        """From now on backward brings gradients."""
+        self._hooks = [p.register_post_accumulate_grad_hook(self.gradient_ready) for p in self._places]
+
     def gradient_ready(self, parameter: torch.Tensor) -> None:
         """Called in backward, when a parameter's gradient has been accumulated."""
         bucket, slot = self._places[parameter]
-        if bucket.state is BucketState.PENDING:
+        if not slot.current:
             raise StaleParameterError(
-                f"{slot.name} was used in forward before its update was applied: it was read through a reference that "
-                "is not the model's own attribute. Call optimizer.synchronize() before such a forward."
+                f"{slot.name} was used in forward, perhaps before its update was applied: it was read through a "
+                "reference that is not the model's own attribute. Call optimizer.synchronize() before such a forward."
             )
         if not self.reducing:
             return
         if bucket.state is BucketState.REDUCING:
             raise GradientError(
-                f"A second backward() brought a gradient for {slot.name}, which has already been communicated. Run "
-                "all backward passes of a step but the last under optimizer.no_sync()."
+                f"A second backward() without a step() in between brought a gradient for {slot.name}, whose first one "
+                "has been communicated already. Run all backward passes of a step but the last under "
+                "optimizer.no_sync(); to leave out a step, decide so before backward()."
             )
         bucket.fill(slot)
         self._reduce_complete()
@@ -100,15 +113,16 @@ class Schedule:
     def step(self) -> None:
         """Reduce what is left and queue all all-gathers; the updates follow at the first reads."""
         for bucket in reversed(self._buckets[: len(self._buckets) - self._reduced]):
-            self._apply(bucket)  # nothing read it since the last step
             self._reduce(bucket)
         self._reduced = 0
         self._settings = hyperparameters(self._optimizer)
+        self._stream = _current_stream(self._buckets[0].flat.device)
         for bucket in self._buckets:
             bucket.release()
         for bucket in self._buckets:
             bucket.work = self._collectives.all_gather(bucket.flat)
             bucket.state = BucketState.PENDING
+            bucket.set_current(False)
 
     def holds(self, parameter: torch.Tensor) -> bool:
         """Whether the parameter is in one of the buckets."""
@@ -118,21 +132,23 @@ class Schedule:
         """Apply the pending update of the parameter's bucket, if there is one."""
         place = self._places.get(parameter)
         if place is not None:
-            self._apply(place[0])
+            bucket, slot = place
+            self._apply(bucket)
+            slot.current = True
 
     def synchronize(self) -> None:
         """Apply all pending updates."""
         for bucket in self._buckets:
             self._apply(bucket)
+            bucket.set_current(True)
 
     def close(self) -> None:
-        """Apply what is pending and let go of the parameters."""
-        self.synchronize()
-        for hook in self._hooks:
-            hook.remove()
-
-    def _hook_gradients(self) -> list[RemovableHandle]:
-        return [parameter.register_post_accumulate_grad_hook(self.gradient_ready) for parameter in self._places]
+        """Apply what is pending and let go of the parameters; gradients that no step has used stay in `.grad`."""
+        try:
+            self.synchronize()
+        finally:
+            for hook in self._hooks:
+                hook.remove()
 
     def _reduce_complete(self) -> None:
         while self._reduced < len(self._buckets):
@@ -143,14 +159,39 @@ class Schedule:
             self._reduced += 1
 
     def _reduce(self, bucket: Bucket) -> None:
+        self._apply(bucket)  # where nothing has read it since the last step
         bucket.close()
         bucket.work = self._collectives.reduce_scatter(bucket.flat)
 
     def _apply(self, bucket: Bucket) -> None:
+        if bucket.state is BucketState.BROKEN:
+            raise StaleParameterError(
+                f"The update of {bucket.slots[0].name} and those fused with it failed before (see the first error); "
+                "their values are of no step. Restore a checkpoint."
+            )
         if bucket.state is not BucketState.PENDING:
             return
         assert bucket.work is not None  # a pending bucket's all-gather is queued
-        bucket.work.wait()
-        bucket.state = BucketState.ACCUMULATING
         parameters = [slot.parameter for slot in bucket.slots]
-        apply_update(self._optimizer, self._settings, parameters, bucket.averaged())
+        with _on_stream(self._stream):
+            bucket.work.wait()
+            bucket.state = BucketState.BROKEN  # until the update has succeeded
+            apply_update(self._optimizer, self._settings, parameters, bucket.averaged())
+        bucket.state = BucketState.ACCUMULATING
+
+
+def _current_stream(device: torch.device) -> torch.cuda.Stream | None:
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+@contextmanager
+def _on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Work inside goes to the stream that `step` was called on, whoever reads first; the reader's waits for it."""
+    if stream is None:
+        yield
+        return
+    reader = torch.cuda.current_stream(stream.device)
+    with torch.cuda.stream(stream):
+        yield
+    if reader != stream:
+        reader.wait_stream(stream)

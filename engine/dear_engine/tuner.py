@@ -3,8 +3,8 @@
 All ranks count steps alike. When a window of steps is full, one small MAX all-reduce, queued behind the step's
 all-gathers, carries both what was measured and what to do:
 
-    [ seconds of each step of the window | threshold to run with | length of the next window ]
-      all ranks; infinity if no iteration  rank 0; others 0
+    [ seconds of each step of the window | threshold to run with | length of the next window | measuring: 1 or 0 ]
+      all ranks; infinity if no iteration  rank 0; the others send 0 three times
 
 so one step later every rank holds the slowest rank's times and rank 0's decision, and all switch at that step.
 Rank 0 hands the times to a thread that speaks HTTP; training never waits for it. Without an answer the decision is
@@ -15,26 +15,37 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import math
 import os
 import queue
 import socket
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from pydantic import ValidationError
 
 from dear_tune.client import Client
-from dear_tune.contract import Action, Instruction, Report, StudySpec
-from dear_tune.errors import DearTuneError, RequestRefusedError
+from dear_tune.contract import (
+    DEFAULT_THRESHOLD_BYTES,
+    MAX_ITERATIONS_PER_REPORT,
+    Action,
+    Fingerprint,
+    Instruction,
+    Layer,
+    Report,
+    StudySpec,
+    SuggestRequest,
+)
+from dear_tune.errors import ConfigurationError, DearTuneError, RequestRefusedError, ServiceError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dear_engine.collectives import Channel, Work
     from dear_engine.timing import IterationTimer
-    from dear_tune.contract import Fingerprint, Layer, Trial
+    from dear_tune.contract import Trial
 
 __all__ = ["ServiceThread", "Tuner", "TuningLoop", "study_name"]
 
@@ -42,6 +53,8 @@ logger = logging.getLogger("dear_engine")
 
 _MAX_IDLE_WINDOW = 640
 _QUEUED_WINDOWS = 16
+_CLOSE_S = 2.0
+_LONGEST_ITERATION_S = 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +68,7 @@ class Tuner:
             under the same name gets its open trial back.
         window: how many steps are measured between two exchanges among the ranks.
         settle: how many steps after a switch are not measured.
+        start_up: how many steps at the beginning are not measured: caches, allocators and clocks are cold.
         iterations_per_trial: how many measured iterations make a trial, if this job creates the study.
         max_trials: after how many trials the search ends at the latest, if this job creates the study.
         seed: of the search, if this job creates the study.
@@ -65,9 +79,23 @@ class Tuner:
     worker_id: str | None = None
     window: int = 10
     settle: int = 3
+    start_up: int = 10
     iterations_per_trial: int = 20
     max_trials: int = 30
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.window <= MAX_ITERATIONS_PER_REPORT or self.settle < 0 or self.start_up < 0:
+            raise ConfigurationError(
+                f"Tuner(...): window lies between 1 and {MAX_ITERATIONS_PER_REPORT}; "
+                "settle and start_up are not negative."
+            )
+        Client(self.url).close()
+        try:
+            SuggestRequest(worker_id=self.worker_id or "worker")
+            self.spec(_ANY_LAYERS, _ANY_CLUSTER, DEFAULT_THRESHOLD_BYTES)
+        except ValidationError as error:
+            raise ConfigurationError(f"Tuner(...): {_described(error)}") from error
 
     @classmethod
     def from_environment(cls) -> Tuner | None:
@@ -86,6 +114,14 @@ class Tuner:
             max_trials=self.max_trials,
             seed=self.seed,
         )
+
+
+_ANY_LAYERS = (Layer(name="any", bytes=1),)
+_ANY_CLUSTER = Fingerprint(world_size=1, backend="any", device="any", dtype="any")
+
+
+def _described(error: ValidationError) -> str:
+    return "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
 
 
 def study_name(layers: Sequence[Layer], fingerprint: Fingerprint) -> str:
@@ -130,25 +166,29 @@ class ServiceThread:
             logger.debug("The tuning service is slow; a window of measurements was dropped.")
 
     def close(self) -> None:
-        """Finish what is being said, within the client's timeouts, and end the thread."""
+        """End the thread; an answer that takes longer than 2 s is not waited for."""
         self._closing = True
-        self._windows.put(None)
-        self._thread.join()
-        self._client.close()
+        with suppress(queue.Full):  # then it wakes up without being told
+            self._windows.put_nowait(None)
+        self._thread.join(_CLOSE_S)
 
     def _run(self) -> None:
-        while (window := self._windows.get()) is not None:
-            if not self._given_up and not self._closing:
+        while (window := self._windows.get()) is not None and not self._closing:
+            if not self._given_up:
                 self._converse(*window)
             self._windows.task_done()
+        self._client.close()
 
     def _converse(self, threshold_bytes: int, times_s: list[float]) -> None:
         try:
             instruction = self._speak(threshold_bytes, times_s)
         except RequestRefusedError as error:
             self._refused(error)
-        except DearTuneError as error:
+        except ServiceError as error:
             self._unreachable(error)
+        except Exception:  # a bug of ours is not the training's problem
+            logger.exception("Training goes on untuned: the tuner failed.")
+            self._give_up()
         else:
             self._reached()
             if instruction is not None:
@@ -189,12 +229,16 @@ class ServiceThread:
 
     def _refused(self, error: RequestRefusedError) -> None:
         if not self._joined:
-            self._given_up = True
+            self._give_up()
             logger.warning(
                 "Training goes on untuned: the tuning service refused the study %s. %s", self._spec.name, error
             )
         else:
             logger.info("The tuning service refused a report; asking anew. %s", error)
+        self._rejoin()
+
+    def _give_up(self) -> None:
+        self._given_up = True
         self._rejoin()
 
     def _rejoin(self) -> None:
@@ -213,6 +257,8 @@ class TuningLoop:
     """
 
     def __init__(self, channel: Channel, timer: IterationTimer, tuner: Tuner, service: ServiceThread | None) -> None:
+        self.measuring = True
+        """Whether a trial waits for measurements; the same on all ranks at the same step."""
         self._channel = channel
         self._timer = timer
         self._settle = tuner.settle
@@ -221,7 +267,7 @@ class TuningLoop:
         self._service = service
         self._message = torch.empty(0)
         self._exchange: Work | None = None
-        self._start_afresh()
+        self._start_afresh(tuner.start_up)
 
     def after_step(self, threshold_bytes: int) -> int:
         """To be called at the end of each step.
@@ -240,21 +286,17 @@ class TuningLoop:
             self._begin()
         return threshold_bytes
 
-    @property
-    def measuring(self) -> bool:
-        """Whether a trial waits for measurements, as far as all ranks know."""
-        return self._window == self._measuring_window
-
     def close(self) -> None:
         """End the conversation with the service."""
         if self._service is not None:
             self._service.close()
 
     def _begin(self) -> None:
-        decision = [0.0, 0.0]
-        if self._service is not None:
-            window = self._measuring_window if self._service.measuring else min(2 * self._window, _MAX_IDLE_WINDOW)
-            decision = [float(self._service.threshold_bytes), float(window)]
+        decision = [0.0, 0.0, 0.0]
+        if (service := self._service) is not None:
+            idle_window = max(min(2 * self._window, _MAX_IDLE_WINDOW), self._measuring_window)
+            window = self._measuring_window if service.measuring else idle_window
+            decision = [float(service.threshold_bytes), float(window), float(service.measuring)]
         self._message = torch.tensor(self._timer.take() + decision, dtype=torch.float64)
         self._exchange = self._channel.all_reduce_max(self._message)
         self._steps = 0
@@ -263,15 +305,20 @@ class TuningLoop:
         assert self._exchange is not None  # after_step has looked
         self._exchange.wait()
         self._exchange = None
-        *times_s, decided_bytes, window = self._message.tolist()
-        self._window = int(window)
+        *times_s, decided_bytes, window, measuring = self._message.tolist()
+        self._window, self.measuring = int(window), bool(measuring)
         if self._service is not None:
-            self._service.submit(threshold_bytes, [seconds for seconds in times_s if math.isfinite(seconds)])
+            self._service.submit(threshold_bytes, [seconds for seconds in times_s if _is_iteration(seconds)])
         if int(decided_bytes) != threshold_bytes:
-            self._start_afresh()
+            self._start_afresh(self._settle)
         return int(decided_bytes)
 
-    def _start_afresh(self) -> None:
+    def _start_afresh(self, unmeasured: int) -> None:
         self._timer.take()  # the step that has just ended belongs to the old threshold
-        self._timer.settle(self._settle)
-        self._steps = -self._settle
+        self._timer.settle(unmeasured)
+        self._steps = -unmeasured
+
+
+def _is_iteration(seconds: float) -> bool:
+    """Also a step during which the machine slept for a day is none."""
+    return 0 < seconds <= _LONGEST_ITERATION_S

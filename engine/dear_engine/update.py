@@ -7,8 +7,6 @@ and has the hyper-parameters as they were when the user called `step()`: a sched
 
 from __future__ import annotations
 
-import copy
-from collections import OrderedDict
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-__all__ = ["Hyperparameters", "apply_update", "check_supported", "hyperparameters"]
+__all__ = ["Hyperparameters", "apply_update", "check_hooks", "check_supported", "hyperparameters"]
 
 Hyperparameters = dict["nn.Parameter", dict[str, Any]]
 """For each parameter its group's settings, shared within a group."""
@@ -29,6 +27,7 @@ Hyperparameters = dict["nn.Parameter", dict[str, Any]]
 
 def check_supported(optimizer: torch.optim.Optimizer) -> None:
     """Raise `UnsupportedError` for an optimizer that cannot step one bucket at a time."""
+    check_hooks(optimizer)
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedError(
             "LBFGS evaluates the model inside step() and steps all parameters as one vector; "
@@ -36,6 +35,10 @@ def check_supported(optimizer: torch.optim.Optimizer) -> None:
         )
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise UnsupportedError("SparseAdam needs sparse gradients, which are not supported; use Adam.")
+
+
+def check_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Raise `UnsupportedError` if the user's step hooks would run once for each bucket."""
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         raise UnsupportedError(
             "The optimizer has step hooks. Its step() runs once for each bucket, so register them on the "
@@ -63,22 +66,37 @@ def apply_update(
     for parameter in parameters:
         group = settings[parameter]
         groups.setdefault(id(group), {**group, "params": []})["params"].append(parameter)
+    twin = _restricted(optimizer, [dict(group) for group in groups.values()])
     users = [parameter.grad for parameter in parameters]
     _set_gradients(parameters, gradients)
     try:
         with _plain_mode(parameters[0].device.type):
-            _restricted(optimizer, list(groups.values())).step()
+            twin.step()
     finally:
         _set_gradients(parameters, users)
+    _check_unchanged(optimizer, twin, list(groups.values()))
+
+
+def _check_unchanged(
+    optimizer: torch.optim.Optimizer, twin: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]
+) -> None:
+    """What an optimizer keeps outside its state, such as a step count, would be lost, or be counted per bucket."""
+    pairs = [(vars(optimizer), vars(twin)), *zip(groups, twin.param_groups, strict=True)]
+    changed = {name for before, after in pairs for name in after if after[name] is not before.get(name)}
+    changed = {name for name in changed if name != "param_groups" and not name.startswith("_warned_")}
+    if changed:
+        raise UnsupportedError(
+            f"{type(optimizer).__name__}.step() changes {', '.join(sorted(changed))} outside its state, which cannot "
+            "be done bucket by bucket; keep such values in the state of each parameter."
+        )
 
 
 def _restricted(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    twin = copy.copy(optimizer)
+    # Not copy.copy: an optimizer's own way to be copied leaves out attributes, and walks through all its state.
+    twin = object.__new__(type(optimizer))
+    twin.__dict__.update(vars(optimizer))
     twin.param_groups = groups
-    # A scheduler that was built on the optimizer has hung a bound `step` on it; and the user's hooks run once a step.
-    twin.__dict__.pop("step", None)
-    twin._optimizer_step_pre_hooks = OrderedDict()
-    twin._optimizer_step_post_hooks = OrderedDict()
+    twin.__dict__.pop("step", None)  # a scheduler that was built on the optimizer has hung one on it that binds it
     return twin
 
 

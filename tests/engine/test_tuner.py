@@ -39,7 +39,13 @@ class Run:
     def __init__(self, service: FakeService) -> None:
         self.service = service
         tuner = Tuner(
-            url="http://fake", study="net", worker_id="job", window=WINDOW, settle=SETTLE, iterations_per_trial=6
+            url="http://fake",
+            study="net",
+            worker_id="job",
+            window=WINDOW,
+            settle=SETTLE,
+            start_up=SETTLE,
+            iterations_per_trial=6,
         )
         spec = tuner.spec(LAYERS, FINGERPRINT, DEFAULT)
         self.thread = ServiceThread(Client("http://fake", transport=service, attempts=1), spec, tuner.worker_id)
@@ -91,7 +97,7 @@ def test_steps_after_a_switch_are_not_measured(run):
     tuned = run(service)
     tuned.steps(20)
     switch = tuned.thresholds.index(4000)
-    first_after = next(message for message in tuned.channel.messages[1:] if message[-2] == 4000)
+    first_after = next(message for message in tuned.channel.messages[1:] if message[-3] == 4000)
     assert first_after[:SETTLE] == [float("inf")] * SETTLE
     assert len(service.reports[0].iteration_times_s) == WINDOW
     assert switch == SETTLE + WINDOW + 1
@@ -102,7 +108,7 @@ def test_windows_grow_when_nothing_is_measured(run):
     service = FakeService(thresholds=[])
     tuned = run(service)
     tuned.steps(100)
-    lengths = [len(message) - 2 for message in tuned.channel.messages]
+    lengths = [len(message) - 3 for message in tuned.channel.messages]
     assert lengths == [SETTLE + WINDOW, 2 * WINDOW, 4 * WINDOW, 8 * WINDOW]
 
 
