@@ -47,7 +47,7 @@ class DearTuneError(Exception):
     """The root of the tree: catch this to catch everything dear-tune raises on purpose."""
 
 
-class MissingExtraError(DearTuneError):
+class MissingExtraError(DearTuneError, ImportError):
     """A command or class needs an optional dependency that is not installed.
 
     Args:

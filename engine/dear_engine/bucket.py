@@ -78,8 +78,8 @@ class Slot:
         if sent is not None and (self.parameter.grad is not sent or sent._version != self._version):
             raise GradientError(
                 f"The gradient of {self.name} was changed between backward() and step(), when it had already been "
-                "communicated, so the change would be lost. Change the loss instead, or leave the gradient as it is "
-                "until step()."
+                "communicated, so the change would be lost. Gradient clipping and other changes of gradients are not "
+                "supported yet: leave the gradients as they are until step()."
             )
 
 

@@ -68,6 +68,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         update: Literal["replicated"] = "replicated",
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise UnsupportedError("DistributedOptimizer(optimizer, model): the optimizer comes first, then the model.")
         if not dist.is_initialized():
             raise UnsupportedError("Call torch.distributed.init_process_group() before DistributedOptimizer(...).")
         if update != "replicated":
@@ -78,12 +80,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         layers = layers_of(model, optimizer)
         device = next(iter(layers[0].parameters.values())).device
         check_backend(group, device)
+        wanted = _Settings(
+            threshold_bytes=threshold_bytes, tuner=Tuner.from_environment() if tuner == "environment" else tuner
+        )
         self._optimizer = optimizer
         self._model = model
         # As an optimizer that is restored from a pickle sets itself up, without parameter groups of its own.
         self.__setstate__({"defaults": optimizer.defaults})
         self._channel = Channel(group)
-        settings = _agree(self._channel, layers, threshold_bytes, tuner)
+        settings = _agree(self._channel, layers, wanted)
         self._frozen = _frozen_parameters(optimizer)
         self._collectives = collectives_for(group, device, self._channel)
         self._schedule = Schedule(layers, optimizer, self._collectives, settings.threshold_bytes)
@@ -268,16 +273,8 @@ class _Settings:
     tuner: Tuner | None
 
 
-def _agree(
-    channel: Channel,
-    layers: list[ModelLayer],
-    threshold_bytes: int,
-    tuner: Tuner | Literal["environment"] | None,
-) -> _Settings:
+def _agree(channel: Channel, layers: list[ModelLayer], own: _Settings) -> _Settings:
     """Rank 0's settings, once all ranks are known to have the same layers."""
-    own = _Settings(
-        threshold_bytes=threshold_bytes, tuner=Tuner.from_environment() if tuner == "environment" else tuner
-    )
     shapes = [(name, tuple(p.shape), p.dtype) for layer in layers for name, p in layer.parameters.items()]
     digest = hashlib.sha256(repr(shapes).encode()).hexdigest()
     everyone: list[Any] = [None] * channel.world_size

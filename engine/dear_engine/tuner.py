@@ -38,7 +38,8 @@ from dear_tune.contract import (
     StudySpec,
     SuggestRequest,
 )
-from dear_tune.errors import ConfigurationError, DearTuneError, RequestRefusedError, ServiceError
+from dear_tune.errors import ConfigurationError, RequestRefusedError, ServiceError
+from dear_tune.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,7 +52,8 @@ __all__ = ["ServiceThread", "Tuner", "TuningLoop", "study_name"]
 
 logger = logging.getLogger("dear_engine")
 
-_MAX_IDLE_WINDOW = 640
+_MAX_IDLE_WINDOW = 640  # steps, once the study has converged
+_MAX_LOST_WINDOW = 80  # steps, while the service is away
 _QUEUED_WINDOWS = 16
 _CLOSE_S = 2.0
 _LONGEST_ITERATION_S = 3600.0
@@ -138,6 +140,7 @@ class ServiceThread:
     Attributes:
         threshold_bytes: what to run with, as far as is known.
         measuring: whether a trial waits for measurements.
+        lost: whether the service did not answer when it was last spoken to.
     """
 
     def __init__(self, client: Client, spec: StudySpec, worker_id: str | None) -> None:
@@ -147,15 +150,17 @@ class ServiceThread:
         self._client = client
         self._spec = spec
         self._worker_id = worker_id or f"{socket.gethostname()}-{os.getpid()}"
+        self._place = {"study": spec.name, "url": client.url}
         self._trial: Trial | None = None
         self._joined = False
         self._given_up = False
         self._closing = False
-        self._reachable = True
+        self.lost = False
         self._windows: queue.Queue[tuple[int, list[float]] | None] = queue.Queue(_QUEUED_WINDOWS)
         # A daemon: an answer that is still awaited must not hold up the end of training.
         self._thread = threading.Thread(target=self._run, name="dear-tuner", daemon=True)
         self.submit(spec.default_threshold_bytes, [])
+        _make_heard()
         self._thread.start()
 
     def submit(self, threshold_bytes: int, times_s: list[float]) -> None:
@@ -198,6 +203,7 @@ class ServiceThread:
         if not self._joined:
             self._client.create_study(self._spec)
             self._joined = True
+            logger.info("Tuning study %(study)s at %(url)s: see `dear-tune show %(study)s`", self._place)
         if self._trial is None:
             return self._client.suggest(self._spec.name, self._worker_id)
         if threshold_bytes != self._trial.parameters.threshold_bytes or not times_s:
@@ -207,9 +213,11 @@ class ServiceThread:
 
     def _follow(self, instruction: Instruction) -> None:
         self._best_threshold_bytes = instruction.recommendation.parameters.threshold_bytes
-        if self.measuring and instruction.action is Action.DONE:
-            logger.info("Tuning of %s: %s", self._spec.name, instruction.recommendation.reason)
+        was_measuring = self.measuring
         self._run_with(instruction.trial)
+        if was_measuring and instruction.action is Action.DONE:
+            reason = instruction.recommendation.reason
+            logger.info("Tuning is done; training goes on with %s: %s", format_bytes(self.threshold_bytes), reason)
 
     def _run_with(self, trial: Trial | None) -> None:
         self._trial = trial
@@ -217,15 +225,20 @@ class ServiceThread:
         self.threshold_bytes = trial.parameters.threshold_bytes if trial else self._best_threshold_bytes
 
     def _reached(self) -> None:
-        if not self._reachable:
-            logger.info("The tuning service at %s is back; tuning resumes.", self._client.url)
-        self._reachable = True
+        if self.lost:
+            logger.warning("The tuning service at %s is back; tuning goes on.", self._client.url)
+        self.lost = False
 
-    def _unreachable(self, error: DearTuneError) -> None:
-        if self._reachable:
-            logger.warning("Training goes on untuned, and will look for the service now and then: %s", error)
-        self._reachable = False
+    def _unreachable(self, error: ServiceError) -> None:
+        first = not self.lost
+        self.lost = True
         self._rejoin()
+        if first:
+            logger.warning(
+                "The tuning service is away. Training goes on with %s, and looks for it now and then. %s",
+                format_bytes(self.threshold_bytes),
+                error,
+            )
 
     def _refused(self, error: RequestRefusedError) -> None:
         if not self._joined:
@@ -244,6 +257,15 @@ class ServiceThread:
     def _rejoin(self) -> None:
         self._joined = False
         self._run_with(None)
+
+
+def _make_heard() -> None:
+    """Where the program has set up no logging, the few lines about tuning go to standard error."""
+    if not logger.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("dear-tune: %(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
 
 
 class TuningLoop:
@@ -294,7 +316,8 @@ class TuningLoop:
     def _begin(self) -> None:
         decision = [0.0, 0.0, 0.0]
         if (service := self._service) is not None:
-            idle_window = max(min(2 * self._window, _MAX_IDLE_WINDOW), self._measuring_window)
+            longest = _MAX_LOST_WINDOW if service.lost else _MAX_IDLE_WINDOW
+            idle_window = max(min(2 * self._window, longest), self._measuring_window)
             window = self._measuring_window if service.measuring else idle_window
             decision = [float(service.threshold_bytes), float(window), float(service.measuring)]
         self._message = torch.tensor(self._timer.take() + decision, dtype=torch.float64)

@@ -1,43 +1,71 @@
 """Real ranks, tuned by a real server process: from the first trial to the recommendation, and through its death."""
 
-import logging
-import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timezone
 
 import httpx
-import pytest
 from support.server import Server
 from support.tuned import DEFAULT_BYTES, train
 
 from dear_engine import Tuner
 from dear_tune import Client
 from dear_tune.contract import StudyState, TrialState
+from dear_tune.errors import NotFoundError
 
-ITERATIONS, MAX_TRIALS, STEPS = 5, 6, 400
+ITERATIONS, MAX_TRIALS, MAX_STEPS = 5, 6, 5000
 
 
 def tuner(url: str) -> Tuner:
-    return Tuner(url=url, study="attention", window=4, settle=1, iterations_per_trial=ITERATIONS, max_trials=MAX_TRIALS)
+    return Tuner(
+        url=url,
+        study="attention",
+        window=4,
+        settle=1,
+        start_up=2,
+        iterations_per_trial=ITERATIONS,
+        max_trials=MAX_TRIALS,
+    )
 
 
-@pytest.fixture(scope="module")
-def untuned(ranks):
-    """The same training without a tuner."""
-    return ranks(2).run(train, None, STEPS)
-
-
-def test_a_run_is_tuned_to_the_end(ranks, untuned, database_url):
-    """Both ranks try the service's thresholds at the same steps, end with its recommendation, and no loss differs."""
-    with Server(database_url) as server:
-        runs = ranks(2).run(train, tuner(server.url), STEPS, 0.005)
-        with Client(server.url) as client:
-            study, trials = client.study("attention"), list(client.trials("attention"))
-            recommendation = client.recommendation("attention")
+def assert_untouched(ranks, runs) -> None:
+    """Both ranks switched at the same steps, and their numbers are those of a run without a tuner."""
+    untuned = ranks(2).run(train, None, len(runs[0].losses))
     assert runs[0].thresholds == runs[1].thresholds
     assert [run.losses for run in runs] == [run.losses for run in untuned]
     assert {run.digest for run in runs} == {run.digest for run in untuned}
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def completed(client: Client) -> int:
+    """How many trials are; none before the study is there."""
+    try:
+        return client.study("attention").trials.completed
+    except NotFoundError:
+        return 0
+
+
+def converged(client: Client) -> bool:
+    return completed(client) > 0 and client.study("attention").state is StudyState.CONVERGED
+
+
+def test_a_run_is_tuned_to_the_end(ranks, database_url, tmp_path):
+    """The ranks try each of the service's thresholds, in full, and end with its recommendation."""
+    with Server(database_url) as server, Client(server.url) as client, ThreadPoolExecutor() as threads:
+        training = threads.submit(ranks(2).run, train, tuner(server.url), MAX_STEPS, tmp_path / "stop")
+        wait_for(lambda: converged(client))
+        (tmp_path / "stop").touch()
+        runs = training.result()
+        trials, recommendation = list(client.trials("attention")), client.recommendation("attention")
+    assert_untouched(ranks, runs)
     assert all(run.converged for run in runs)
-    assert study.state is StudyState.CONVERGED
     assert trials[0].parameters.threshold_bytes == DEFAULT_BYTES
     assert {trial.parameters.threshold_bytes for trial in trials} <= set(runs[0].thresholds)
     assert all(trial.state is TrialState.COMPLETED for trial in trials)
@@ -45,30 +73,22 @@ def test_a_run_is_tuned_to_the_end(ranks, untuned, database_url):
     assert runs[0].thresholds[-1] == recommendation.parameters.threshold_bytes
 
 
-def test_the_server_is_killed_and_comes_back(ranks, untuned, database_url, tmp_path):
-    """A server that is killed in the middle changes no loss; when it is back the same study is tuned to its end."""
-    signal = tmp_path / "a-third-is-done"
-    with Server(database_url) as server:
-        restart = threading.Thread(target=_kill_and_restart, args=(server, signal))
-        restart.start()
-        runs = ranks(2).run(train, tuner(server.url), STEPS, 0.005, signal)
-        restart.join()
-        with Client(server.url) as client:
-            trials = list(client.trials("attention"))
-    assert [run.losses for run in runs] == [run.losses for run in untuned]
-    assert runs[0].thresholds == runs[1].thresholds
-    numbers = [trial.number for trial in trials]
-    assert numbers == list(range(len(numbers)))
-    assert sum(trial.state is TrialState.COMPLETED for trial in trials) > 1
-
-
-def _kill_and_restart(server: Server, signal) -> None:
-    while not signal.exists():
-        time.sleep(0.01)
-    server.kill()
-    signal.unlink()  # the ranks train on, without a service
-    time.sleep(0.5)
-    server.start()
+def test_the_server_is_killed_and_comes_back(ranks, database_url, tmp_path):
+    """A server that is killed in the middle changes no number; when it is back the same study is tuned to its end."""
+    with Server(database_url) as server, Client(server.url) as client, ThreadPoolExecutor() as threads:
+        training = threads.submit(ranks(2).run, train, tuner(server.url), MAX_STEPS, tmp_path / "stop")
+        wait_for(lambda: completed(client) > 0)
+        server.kill()
+        time.sleep(0.5)  # the ranks train on, without a service
+        started_again = datetime.now(timezone.utc)
+        server.start()
+        wait_for(lambda: converged(client))
+        (tmp_path / "stop").touch()
+        runs = training.result()
+        trials = list(client.trials("attention"))
+    assert_untouched(ranks, runs)
+    assert [trial.number for trial in trials] == list(range(len(trials)))
+    assert trials[0].created_at < started_again < trials[-1].created_at
 
 
 def test_curl(database_url):
@@ -88,9 +108,8 @@ def test_curl(database_url):
         assert len(httpx.get(f"{server.url}/v1/studies").json()["studies"]) == 1
 
 
-def test_nobody_listens(ranks, untuned, caplog):
+def test_nobody_listens(ranks):
     """A tuner whose service never answers leaves a run as it would be without one."""
-    with caplog.at_level(logging.WARNING):
-        runs = ranks(2).run(train, tuner("http://127.0.0.1:9"), STEPS)
-    assert [run.losses for run in runs] == [run.losses for run in untuned]
+    runs = ranks(2).run(train, tuner("http://127.0.0.1:9"), 100)
+    assert_untouched(ranks, runs)
     assert {threshold for run in runs for threshold in run.thresholds} == {DEFAULT_BYTES}

@@ -2,7 +2,7 @@
 
 import pytest
 from support.ranks import RankError, RankPool
-from support.training import group_destroyed_at_once, one_rank_dies, resumed
+from support.training import group_destroyed_at_once, one_rank_dies, opened_and_closed, resumed
 
 
 def test_resuming(ranks):
@@ -28,3 +28,8 @@ def test_a_rank_dies(doomed):
 def test_a_group_that_is_destroyed_at_once(doomed):
     """A rank that leaves right after its last step takes nothing away from the others."""
     assert max(doomed.run(group_destroyed_at_once)) < 1e-12
+
+
+def test_closing_leaves_nothing(ranks):
+    """Engines that are closed keep no connection open."""
+    assert max(ranks(2).run(opened_and_closed, 10)) <= 0

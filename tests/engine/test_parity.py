@@ -2,7 +2,19 @@
 
 import pytest
 from support.models import MODELS
-from support.training import OPTIMIZERS, WHOLE_MODEL, accumulate, ddp_losses, parity, switch_often
+from support.training import (
+    OPTIMIZERS,
+    WHOLE_MODEL,
+    accumulate,
+    ddp_losses,
+    frozen_and_thawed,
+    in_a_group_of_its_own,
+    mixed_dtypes,
+    parity,
+    start_of,
+    switch_often,
+    with_a_closure,
+)
 
 STEPS = 5
 THRESHOLDS = [1, 1500, WHOLE_MODEL]
@@ -63,3 +75,37 @@ def test_a_switch_at_every_step(ranks):
     outcomes = ranks(2).run(switch_often, 20)
     assert max(outcome.distance for outcome in outcomes) < 1e-12
     assert len({outcome.digest for outcome in outcomes}) == 1
+
+
+def test_freezing_and_thawing(ranks):
+    """A layer may be frozen and thawed while training."""
+    assert max(ranks(2).run(frozen_and_thawed)) < 1e-12
+
+
+def test_a_group_of_ones_own(ranks):
+    """Some of the ranks may train together, apart from the others."""
+    first, other, last = ranks(3).run(in_a_group_of_its_own)
+    assert other is None
+    assert max(first, last) < 1e-12
+
+
+def test_closure(ranks):
+    """`step` takes a closure and returns its loss."""
+    for distance, loss in ranks(2).run(with_a_closure):
+        assert distance < 1e-12
+        assert loss > 0
+
+
+@pytest.mark.parametrize("model", ["Convolutional", "Hoarder"])
+def test_replicas_start_equal(ranks, model):
+    """Parameters and buffers start as rank 0's, whatever their dtype."""
+    (digest, buffers), (other_digest, other_buffers) = ranks(2).run(start_of, model)
+    assert digest == other_digest
+    assert buffers == other_buffers
+
+
+def test_mixed_dtypes(ranks):
+    """Each dtype has buckets of its own."""
+    for distance, dtypes in ranks(2).run(mixed_dtypes):
+        assert distance < 1e-6
+        assert dtypes == {"torch.float32", "torch.float64"}

@@ -15,8 +15,25 @@ EXPECTED = {
     "thawed": ("UnsupportedError", "frozen"),
     "second_engine": ("UnsupportedError", "0.weight belongs to another"),
     "hooked_optimizer": ("UnsupportedError", "step hooks"),
+    "stale_read_beside_a_proper_one": ("StaleParameterError", "0.weight"),
+    "scaled_gradients": ("UnsupportedError", "GradScaler"),
+    "wrapped_in_ddp": ("UnsupportedError", "pass the module inside"),
+    "two_devices": ("UnsupportedError", "several devices"),
+    "swapped_arguments": ("UnsupportedError", "the optimizer comes first"),
+    "group_added": ("UnsupportedError", "add_param_group"),
+    "threshold_in_the_middle_of_a_step": ("GradientError", "before backward()"),
+    "counter_in_a_group": ("UnsupportedError", "_CountsInItsGroup.step() changes steps"),
+    "counter_in_the_optimizer": ("UnsupportedError", "_CountsInItself.step() changes steps"),
+    "read_after_a_failed_update": ("StaleParameterError", "failed before"),
+    "hook_added_later": ("UnsupportedError", "step hooks"),
+    "no_such_study": ("ConfigurationError", "name"),
     "scripted": ("UnsupportedError", "ScriptModule"),
 }
+
+
+def test_the_table_is_complete():
+    """Every case has an expected error."""
+    assert EXPECTED.keys() == CASES.keys()
 
 
 @pytest.mark.parametrize("case", CASES)

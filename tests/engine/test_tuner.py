@@ -11,6 +11,7 @@ from dear_engine.timing import HostClock, IterationTimer
 from dear_engine.tuner import ServiceThread, Tuner, TuningLoop, study_name
 from dear_tune.client import Client
 from dear_tune.contract import Fingerprint, Layer
+from dear_tune.errors import DearTuneError
 from dear_tune.testing import FakeService
 
 DEFAULT = 25 * 2**20
@@ -155,3 +156,31 @@ def test_environment(monkeypatch):
     monkeypatch.setenv("DEAR_TUNE_URL", "http://tuner:8000")
     monkeypatch.setenv("DEAR_TUNE_STUDY", "gpt")
     assert Tuner.from_environment() == Tuner(url="http://tuner:8000", study="gpt")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"url": "not a url"},
+        {"study": "two words"},
+        {"worker_id": "x" * 200},
+        {"window": 0},
+        {"settle": -1},
+        {"max_trials": 0},
+        {"seed": -1},
+    ],
+)
+def test_wrong_settings(wrong):
+    """What the service would refuse is refused where it is written, by an error of our tree."""
+    with pytest.raises(DearTuneError):
+        Tuner(**{"url": "http://tuner:8000", **wrong})
+
+
+def test_a_bug_in_the_tuner(run, caplog, monkeypatch):
+    """Should the conversation itself fail, training goes on with what is known, and can end."""
+    service = FakeService(thresholds=[4000])
+    tuned = run(service)
+    monkeypatch.setattr(tuned.thread, "_speak", lambda *_: 1 / 0)
+    tuned.steps(60)
+    assert tuned.thresholds[-1] == DEFAULT
+    assert [record.levelname for record in caplog.records].count("ERROR") == 1

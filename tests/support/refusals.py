@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -119,3 +121,118 @@ def hooked_optimizer() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.register_step_post_hook(lambda *_: None)
     dear.DistributedOptimizer(optimizer, model, tuner=None)
+
+
+@_case
+def stale_read_beside_a_proper_one() -> None:
+    model, _, _ = pending_model(WHOLE_MODEL)
+    kept = model[0]._parameters["weight"]
+    hidden = F.linear(batches(1)[0], kept)
+    model[3](model[2](hidden)).sum().backward()
+
+
+@_case
+def scaled_gradients() -> None:
+    model = build("Perceptron")
+    optimizer = dear.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, tuner=None)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(loss_of(model, batches(0)[0])).backward()
+    scaler.step(optimizer)
+
+
+@_case
+def wrapped_in_ddp() -> None:
+    model = nn.parallel.DistributedDataParallel(build("Perceptron"))
+    dear.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, tuner=None)
+
+
+@_case
+def two_devices() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    dear.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, tuner=None)
+
+
+@_case
+def swapped_arguments() -> None:
+    model = build("Perceptron")
+    dear.DistributedOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), tuner=None)
+
+
+@_case
+def group_added() -> None:
+    model = build("Perceptron")
+    optimizer = dear.DistributedOptimizer(torch.optim.SGD(model[0].parameters(), lr=0.1), model, tuner=None)
+    optimizer.add_param_group({"params": list(model[2].parameters())})
+
+
+@_case
+def threshold_in_the_middle_of_a_step() -> None:
+    model = build("Perceptron")
+    optimizer = dear.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, tuner=None)
+    loss_of(model, batches(0)[0]).backward()
+    optimizer.set_threshold(1)
+
+
+class _CountsInItsGroup(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+        return super().step(closure)
+
+
+class _CountsInItself(torch.optim.SGD):
+    steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        return super().step(closure)
+
+
+class _FailsOnce(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        raise MemoryError(closure)
+
+
+def _step_with(kind: type[torch.optim.SGD]) -> nn.Module:
+    model = build("Perceptron")
+    optimizer = dear.DistributedOptimizer(kind(model.parameters(), lr=0.1), model, tuner=None)
+    loss_of(model, batches(0)[0]).backward()
+    optimizer.step()
+    return model
+
+
+@_case
+def counter_in_a_group() -> None:
+    _step_with(_CountsInItsGroup).state_dict()
+
+
+@_case
+def counter_in_the_optimizer() -> None:
+    _step_with(_CountsInItself).state_dict()
+
+
+@_case
+def read_after_a_failed_update() -> None:
+    model = _step_with(_FailsOnce)
+    with contextlib.suppress(MemoryError):
+        model.state_dict()
+    model(batches(1)[0])
+
+
+@_case
+def hook_added_later() -> None:
+    model = build("Perceptron")
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = dear.DistributedOptimizer(inner, model, tuner=None)
+    inner.register_step_pre_hook(lambda *_: None)
+    loss_of(model, batches(0)[0]).backward()
+    optimizer.step()
+
+
+@_case
+def no_such_study() -> None:
+    model = build("Perceptron")
+    tuner = dear.Tuner(url="http://127.0.0.1:9", study="not a name")
+    dear.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, tuner=tuner)

@@ -32,8 +32,25 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5),
     "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05),
     "NAdam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "Nesterov": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
+    "RAdam": lambda p: torch.optim.RAdam(p, lr=0.01),
+    "Adamax": lambda p: torch.optim.Adamax(p, lr=0.01),
+    "Adadelta": lambda p: torch.optim.Adadelta(p),
+    "ASGD": lambda p: torch.optim.ASGD(p, lr=0.05),
+    "Rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
+    "AdamW, fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "AdamW, foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
+    "AdamW, tensor rate": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01), foreach=False),
+    "AdamW, two groups": lambda p: _two_groups(list(p)),
     "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.05),
 }
+
+
+def _two_groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """As in most scripts: weight decay for matrices only, and here another rate too."""
+    matrices = [p for p in parameters if p.ndim >= 2]
+    others = [p for p in parameters if p.ndim < 2]
+    return torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": others, "lr": 0.003}], lr=0.01)
 
 
 @dataclass(frozen=True)
@@ -281,3 +298,91 @@ def group_destroyed_at_once() -> float:
     time.sleep(0.3 * dist.get_rank())  # the others leave first
     dist.destroy_process_group()
     return distance(model, reference)
+
+
+def frozen_and_thawed() -> float:
+    """A layer that is frozen after the engine was built, and thawed again three steps later."""
+    model, reference = build("Perceptron"), build("Perceptron")
+    oracle = OPTIMIZERS["AdamW"](reference.parameters())
+    with engine(model, OPTIMIZERS["AdamW"](model.parameters()), threshold_bytes=1500) as optimizer:
+        for step in range(9):
+            for each in (model, reference):
+                each[3].requires_grad_(step not in range(3, 6))
+            _train(model, optimizer, range(step, step + 1))
+            oracle_step(reference, oracle, step)
+        return distance(model, reference)
+
+
+def in_a_group_of_its_own() -> float | None:
+    """The first and the last rank train together; the distance from the oracle of those two."""
+    members = [0, dist.get_world_size() - 1]
+    group = dist.new_group(members)
+    if dist.get_rank() not in members:
+        return None
+    model, reference = build("Perceptron", seed=dist.get_rank()), build("Perceptron")
+    oracle = OPTIMIZERS["AdamW"](reference.parameters())
+    with engine(model, OPTIMIZERS["AdamW"](model.parameters()), process_group=group) as optimizer:
+        for step in range(4):
+            _train(model, optimizer, range(step, step + 1))
+            oracle.zero_grad()
+            for rank in members:
+                (loss_of(reference, batches(step)[rank]) / len(members)).backward()
+            oracle.step()
+        return distance(model, reference)
+
+
+def with_a_closure() -> tuple[float, float]:
+    """The distance from the oracle when `step` is given a closure, and the loss that it returned."""
+    model, reference = build("Perceptron"), build("Perceptron")
+    oracle, returned = OPTIMIZERS["SGD"](reference.parameters()), 0.0
+    with engine(model, OPTIMIZERS["SGD"](model.parameters())) as optimizer:
+        for step in range(3):
+
+            def closure(step: int = step) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = loss_of(model, batches(step)[dist.get_rank()])
+                loss.backward()
+                return loss
+
+            returned = float(optimizer.step(closure))
+            oracle_step(reference, oracle, step)
+        return distance(model, reference), returned
+
+
+def start_of(model_name: str) -> tuple[str, list[list[float]]]:
+    """What a model starts with when every rank seeded it differently: a digest of the parameters, and the buffers."""
+    model = build(model_name, seed=dist.get_rank())
+    for buffer in model.buffers():
+        buffer.add_(dist.get_rank())
+    with engine(model, OPTIMIZERS["SGD"](model.parameters())):
+        return digest(model), [torch.view_as_real(b + 0j).flatten().tolist() for b in model.buffers()]
+
+
+def mixed_dtypes() -> tuple[float, set[str]]:
+    """The distance from the oracle of a model in two precisions, and the dtypes of its buckets."""
+
+    def cast(model: nn.Module) -> nn.Module:
+        model[3].float()
+        model[2].register_forward_hook(lambda _module, _inputs, output: output.float())
+        model[3].register_forward_hook(lambda _module, _inputs, output: output.double())
+        return model
+
+    model, reference = cast(build("Perceptron")), cast(build("Perceptron"))
+    oracle = OPTIMIZERS["SGD"](reference.parameters())
+    with engine(model, OPTIMIZERS["SGD"](model.parameters())) as optimizer:
+        for step in range(4):
+            _train(model, optimizer, range(step, step + 1))
+            oracle_step(reference, oracle, step)
+        dtypes = {str(bucket.flat.dtype) for bucket in optimizer._schedule.buckets}
+        return distance(model, reference), dtypes
+
+
+def opened_and_closed(times: int) -> int:
+    """How many more file descriptors are open after engines were built and closed many times."""
+    model = build("Perceptron")
+    counts = []
+    for _ in range(times):
+        with engine(model, OPTIMIZERS["SGD"](model.parameters())) as optimizer:
+            _train(model, optimizer, range(1))
+        counts.append(len(os.listdir("/proc/self/fd")))
+    return counts[-1] - counts[len(counts) // 2]
