@@ -27,6 +27,7 @@ StudyArgument = Annotated[str, typer.Argument(help="The study's name.")]
 
 _LOCAL = "http://127.0.0.1:8000"
 _UNKNOWN = "-"
+_PIPE_WIDTH = 240  # characters: whatever reads a pipe wants a row a line
 
 
 def studies(url: UrlOption = _LOCAL, as_json: JsonOption = False) -> None:
@@ -113,10 +114,17 @@ def _lines(recommendation: Recommendation) -> Iterable[tuple[str, str]]:
     yield "default", _time(study.default)
     if study.incumbent:
         threshold = format_bytes(study.incumbent.parameters.threshold_bytes)
-        yield "incumbent", f"{_time(study.incumbent.iteration_time)} at {threshold}, {study.incumbent.buckets} buckets"
+        yield (
+            "incumbent",
+            f"{_time(study.incumbent.iteration_time)} at {threshold}, {_buckets(study.incumbent.buckets)}",
+        )
     yield "gain", format_gain(study.gain) if study.gain else _UNKNOWN
     threshold = format_bytes(recommendation.parameters.threshold_bytes)
-    yield "recommendation", f"{threshold}, {recommendation.buckets} buckets: {recommendation.reason}"
+    yield "recommendation", f"{threshold}, {_buckets(recommendation.buckets)}: {recommendation.reason}"
+
+
+def _buckets(count: int) -> str:
+    return f"{count} bucket" if count == 1 else f"{count} buckets"
 
 
 def _count(counts: TrialCounts) -> str:
@@ -130,8 +138,8 @@ def _time(estimate: Estimate | None) -> str:
 
 def _table(*columns: str) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for column in columns:
-        table.add_column(column)
+    for index, column in enumerate(columns):
+        table.add_column(column, no_wrap=index == 0)  # what names the row is there to be copied
     return table
 
 
@@ -141,7 +149,10 @@ def _texts(values: Iterable[str]) -> Iterable[Text]:
 
 
 def _print(table: Table | Text) -> None:
-    Console().print(table)
+    console = Console()
+    if not console.is_terminal:
+        console.width = _PIPE_WIDTH
+    console.print(table)
 
 
 def _print_json(values: Iterable[BaseModel]) -> None:

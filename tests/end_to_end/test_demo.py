@@ -19,18 +19,21 @@ def demo(folder, *options):
     return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def left_behind(folder) -> list[str]:
-    """Processes that have to do with a demo of this folder, and namespaces and links of any."""
-    command_lines = [_command_line(entry) for entry in Path("/proc").glob("[0-9]*/cmdline")]
-    processes = [line for line in command_lines if "dear_engine.demo" in line or str(folder) in line]
-    return processes + re.findall(r"dear-demo-\d+", _ip("netns", "list")) + re.findall(r"dear\d+a", _ip("link"))
+def left_behind(process, folder) -> list[str]:
+    """Other processes that run in a demo's folder, and its namespaces and links."""
+    own = re.compile(rf"dear-demo-{process.pid}\b|dear{process.pid}a")
+    running = [_command_line(entry, folder) for entry in Path("/proc").glob("[0-9]*") if entry.name != str(process.pid)]
+    return [line for line in running if line] + own.findall(_ip("netns", "list")) + own.findall(_ip("link"))
 
 
-def _command_line(entry: Path) -> str:
+def _command_line(entry: Path, folder: Path) -> str:
+    """The command line of a process that runs in a folder, else nothing."""
     try:
-        return entry.read_bytes().replace(b"\0", b" ").decode()
+        if (entry / "cwd").readlink() == folder:
+            return (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
     except OSError:
-        return ""  # it has just ended
+        pass  # it has just ended, or is none of ours
+    return ""
 
 
 def _ip(*arguments: str) -> str:
@@ -49,7 +52,7 @@ def test_from_start_to_end(tmp_path):
     assert re.search(r"Test accuracy after \d+ steps: [89]\d\.\d %", output)
     assert "equal to DistributedDataParallel's" in output
     assert (tmp_path / "demo.db").exists()
-    assert left_behind(tmp_path) == []
+    assert left_behind(process, tmp_path) == []
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -57,14 +60,14 @@ def test_interrupted(tmp_path, number, code):
     """Ctrl-C and SIGTERM end the demo at once, without a traceback, a process or a namespace left."""
     process = demo(tmp_path)
     deadline = time.monotonic() + 60
-    while not any("dear_engine.demo.train" in line for line in left_behind(tmp_path)):
+    while not any("dear_engine.demo.train" in line for line in left_behind(process, tmp_path)):
         assert time.monotonic() < deadline, "the ranks did not start"
         time.sleep(0.1)
     process.send_signal(number)
     output, _ = process.communicate(timeout=30)
     assert process.returncode == code, output
     assert "Traceback" not in output
-    assert left_behind(tmp_path) == []
+    assert left_behind(process, tmp_path) == []
 
 
 def test_without_a_shaped_link(tmp_path):
@@ -73,4 +76,4 @@ def test_without_a_shaped_link(tmp_path):
     output, _ = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, output
     assert "little to gain" in output
-    assert left_behind(tmp_path) == []
+    assert left_behind(process, tmp_path) == []

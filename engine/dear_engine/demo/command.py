@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -29,6 +31,7 @@ from dear_tune.errors import DearTuneError, MissingExtraError, NotFoundError
 
 __all__ = ["demo"]
 
+_DATABASE_URL = "sqlite:///dear-tune.db"
 _START_TIMEOUT_S = 60.0
 _RUN_TIMEOUT_S = 600.0
 _POLL_S = 0.5
@@ -36,8 +39,12 @@ _POLL_S = 0.5
 
 def demo(
     database_url: Annotated[
-        str, typer.Option(help="Where the trials are stored; `dear-tune serve` looks in the same place.")
-    ] = "sqlite:///dear-tune.db",
+        str,
+        typer.Option(
+            envvar="DEAR_TUNE_SERVICE_DATABASE_URL",
+            help="Where the trials are stored; `dear-tune serve` looks in the same place.",
+        ),
+    ] = _DATABASE_URL,
     rate_mbit: Annotated[int, typer.Option(min=1, help="The rate of the link between the ranks, in Mbit/s.")] = 400,
     trials: Annotated[int, typer.Option(min=1, help="How many trials to run at the most.")] = 16,
     use_loopback: Annotated[bool, typer.Option("--loopback", help="Do not shape a link, even where possible.")] = False,
@@ -47,22 +54,39 @@ def demo(
         raise MissingExtraError("dear-tune demo", "engine,service")
     console = Console()
     study = f"digits-{datetime.now():%Y%m%d-%H%M%S}"
+    try:
+        result = _run(console, database_url, study, trials, None if use_loopback else rate_mbit)
+    except KeyboardInterrupt:
+        console.print("Stopped. Nothing runs on; the trials so far are kept.")
+        raise
+    console.print(_next_steps(database_url, study), soft_wrap=True)
+    if not result.losses_equal:
+        raise DearTuneError("The losses differ from DistributedDataParallel's: please report this as a bug.")
+
+
+def _run(console: Console, database_url: str, study: str, trials: int, rate_mbit: int | None) -> TrainingResult:
     with ended_by_signals(), ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="dear-tune-demo-")))
-        hosts = stack.enter_context(_hosts(console, None if use_loopback else rate_mbit))
+        hosts = stack.enter_context(_hosts(console, rate_mbit))
         url = stack.enter_context(_service(database_url, folder))
         client = stack.enter_context(Client(url))
         ranks = stack.enter_context(_ranks(hosts, url, study, trials, folder))
-        console.print(f"Tuning service: {url}, storing in {database_url}. Study: {study}")
+        console.print(f"Tuning service: {url}\nTrials are kept in: {database_url}\nStudy: {study}", soft_wrap=True)
         _follow(console, client, study, trials, ranks)
         result = TrainingResult(**json.loads((folder / "result.json").read_text()))
         print_report(console, client, study, result)
-    console.print(
-        f"\nThe study is kept. Look at it again:\n  dear-tune serve --database-url {database_url}\n"
+        return result
+
+
+def _next_steps(database_url: str, study: str) -> str:
+    command = "dear-tune" if shutil.which("dear-tune") else os.path.relpath(Path(sys.executable).with_name("dear-tune"))
+    option = "" if database_url == _DATABASE_URL else f" --database-url {database_url}"
+    return (
+        "\nThe study is kept. Look at it again:\n"
+        f"  {command} serve{option}\n"
+        f"  {command} show {study}\n"
         f"  curl http://127.0.0.1:8000/v1/studies/{study}/trials"
     )
-    if not result.losses_equal:
-        raise DearTuneError("The losses differ from DistributedDataParallel's: please report this as a bug.")
 
 
 @contextmanager
@@ -72,9 +96,9 @@ def _hosts(console: Console, rate_mbit: int | None) -> Iterator[tuple[Host, Host
         if hosts is None:
             console.print("Network: loopback. It is so fast that there is little to gain from tuning here.")
             if rate_mbit:
-                console.print("(A shaped link needs Linux, root and iproute2.)")
+                console.print("(A shaped link needs Linux, iproute2, and root with the right to administer networks.)")
         else:
-            console.print(f"Network: two namespaces, joined by a link of {rate_mbit} Mbit/s each way.")
+            console.print(f"Network: the ranks are in two namespaces, joined by a link of {rate_mbit} Mbit/s each way.")
         yield hosts or loopback()
 
 
