@@ -79,7 +79,9 @@ class Client:
     ) -> None:
         self.url = _checked(url)
         self._attempts = max(attempts, 1)
-        self._http = httpx.Client(timeout=timeout_s, transport=transport)
+        # A proxy in the environment cannot reach this machine's own loopback.
+        direct = {f"all://{host}": None for host in ("127.0.0.1", "localhost", "[::1]")}
+        self._http = httpx.Client(timeout=timeout_s, transport=transport, mounts=direct)
 
     def __enter__(self) -> Self:
         return self

@@ -128,12 +128,14 @@ def _swap(model: nn.Module, changed: Callable[[tuple[Gate, ...]], tuple[Gate, ..
     classes: dict[tuple[Any, ...], type[nn.Module]] = {}
     before = [(module, type(module)) for module in model.modules()]
     for name, module in model.named_modules():
+        if issubclass(type(module), _Barrier) and "_dear_gates" not in vars(type(module)):
+            continue  # someone has extended our class since, as parametrizations do: it stays as it is
         kind = (_original(type(module)), bool(_kept_in_plain_attributes(module)), changed(_gates(type(module))))
-        if kind not in classes:
-            classes[kind] = _extended(*kind) if kind[-1] else kind[0]
         try:
+            if kind not in classes:
+                classes[kind] = _extended(*kind) if kind[-1] else kind[0]
             module.__class__ = classes[kind]
-        except TypeError as error:
+        except Exception as error:  # a class may do as it likes when it is extended
             for earlier, own in before:
                 earlier.__class__ = own
             raise UnsupportedError(

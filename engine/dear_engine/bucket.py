@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dear_tune.errors import GradientError, UnsupportedError
+from dear_tune.errors import GradientError, StaleParameterError, UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -52,6 +52,7 @@ class Slot:
         self.current = True
         self._sent: torch.Tensor | None = None
         self._version = 0
+        self._pending_version = 0
 
     @property
     def filled(self) -> bool:
@@ -72,10 +73,23 @@ class Slot:
         self._sent, self._version = gradient, gradient._version
         return True
 
+    def outdate(self) -> None:
+        """An update of the parameter is pending from now on."""
+        self.current = False
+        self._pending_version = self.parameter._version
+
+    def check_unwritten(self) -> None:
+        """Raise if the parameter was written since `outdate`: the update would go on top of it, or undo it."""
+        if self.parameter._version != self._pending_version:
+            raise StaleParameterError(
+                f"{self.name} was written after step() through a reference that is not the model's own attribute, when "
+                "its update was still pending. Call optimizer.synchronize() before you write."
+            )
+
     def release(self) -> None:
         """Forget what was sent; raise if it is no longer what the parameter carries."""
         sent, self._sent = self._sent, None
-        if sent is not None and (self.parameter.grad is not sent or sent._version != self._version):
+        if self.parameter.grad is not sent or (sent is not None and sent._version != self._version):
             raise GradientError(
                 f"The gradient of {self.name} was changed between backward() and step(), when it had already been "
                 "communicated, so the change would be lost. Gradient clipping and other changes of gradients are not "
@@ -139,10 +153,20 @@ class Bucket:
         """Whether it holds gradients of a step that has not been taken."""
         return self.state is BucketState.REDUCING or any(slot.filled for slot in self.slots)
 
-    def set_current(self, current: bool) -> None:
-        """Note for all its parameters whether what anyone reads now is their latest value."""
+    def set_current(self) -> None:
+        """Note for all its parameters that whatever anyone reads now is their latest value."""
         for slot in self.slots:
-            slot.current = current
+            slot.current = True
+
+    def outdate(self) -> None:
+        """Its update is pending from now on."""
+        for slot in self.slots:
+            slot.outdate()
+
+    def check_unwritten(self) -> None:
+        """Raise `StaleParameterError` if one of its parameters was written since `outdate`."""
+        for slot in self.slots:
+            slot.check_unwritten()
 
     def _trainable(self) -> int:
         """How many parameters gradients can come for: some may have been frozen since the bucket was built."""

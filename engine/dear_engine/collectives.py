@@ -182,11 +182,14 @@ class RingCollectives(Collectives):
 
     def _reduce_scatter(self, shards: tuple[torch.Tensor, ...]) -> None:
         received = torch.empty_like(shards[0])
+        early = received.dtype is torch.float16  # whose sums would overflow; for others one shard is less work than all
+        for shard in shards if early else ():
+            shard.div_(self.world_size)
         for hop in range(1, self.world_size):
             # The partial sum that arrives in the last hop is that of the own shard.
             self._exchange(shards[(self.rank - hop) % self.world_size], received)
             shards[(self.rank - hop - 1) % self.world_size].add_(received)
-        if self.world_size > 1:
+        if self.world_size > 1 and not early:
             shards[self.rank].div_(self.world_size)
 
     def _all_gather(self, shards: tuple[torch.Tensor, ...]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -89,3 +90,15 @@ def _check(layers: list[ModelLayer]) -> None:
             raise UnsupportedError(f"{name} is a DTensor; it is sharded or replicated by another engine already.")
         if not parameter.is_floating_point():
             raise UnsupportedError(f"{name} is {dtype_name(parameter.dtype)}; only real floating point is supported.")
+    _check_apart(named)
+
+
+def _check_apart(named: list[tuple[str, nn.Parameter]]) -> None:
+    """Two parameters in the same memory would be updated at different moments."""
+    places = sorted((parameter.data_ptr(), name, parameter) for name, parameter in named)
+    for (start, name, parameter), (next_start, next_name, _) in pairwise(places):
+        if start + parameter.nbytes > next_start > 0:
+            raise UnsupportedError(
+                f"{name} and {next_name} share memory without being the same parameter; tie them by assigning one "
+                "module's parameter to the other's attribute."
+            )

@@ -74,8 +74,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise UnsupportedError("Call torch.distributed.init_process_group() before DistributedOptimizer(...).")
         if update != "replicated":
             raise UnsupportedError(f'update={update!r}: only "replicated" is supported.')
+        if isinstance(threshold_bytes, bool) or not isinstance(threshold_bytes, int) or threshold_bytes < 1:
+            raise UnsupportedError(f"threshold_bytes is a whole number of bytes, at least 1; got {threshold_bytes!r}.")
         group = process_group or dist.group.WORLD
         assert group is not None  # it is initialized
+        if dist.get_rank(group) < 0:
+            raise UnsupportedError("This process is not a member of process_group; only its members train with it.")
         check_supported(optimizer)
         layers = layers_of(model, optimizer)
         device = next(iter(layers[0].parameters.values())).device
@@ -88,7 +92,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # As an optimizer that is restored from a pickle sets itself up, without parameter groups of its own.
         self.__setstate__({"defaults": optimizer.defaults})
         self._channel = Channel(group)
-        settings = _agree(self._channel, layers, wanted)
+        settings = _agree(self._channel, layers, list(model.buffers()), wanted)
         self._frozen = _frozen_parameters(optimizer)
         self._collectives = collectives_for(group, device, self._channel)
         self._schedule = Schedule(layers, optimizer, self._collectives, settings.threshold_bytes)
@@ -101,6 +105,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise
         _start_equal(model, group)
         self._schedule.start()
+        self._closed = False
+        # Also whoever goes to the wrapped optimizer gets its latest state, and does not restore under an update.
+        self._state_hooks = [
+            optimizer.register_state_dict_pre_hook(lambda _: self.read_all(interrupts=True)),
+            optimizer.register_load_state_dict_pre_hook(lambda _, __: self.read_all(interrupts=True)),
+        ]
         self._tuning = self._tuning_loop(settings, layers, dist.get_backend(group), device)
 
     # Both read-only on purpose: they are always the wrapped optimizer's.
@@ -111,7 +121,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """The wrapped optimizer's state, by parameter."""
+        """The wrapped optimizer's state, by parameter, with all pending updates applied."""
+        self._schedule.synchronize()
         return self._optimizer.state
 
     @property
@@ -188,12 +199,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state, with all pending updates applied."""
-        self.read_all(interrupts=True)
         return self._optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the wrapped optimizer's state; pending updates are applied before."""
-        self.read_all(interrupts=True)
         self._optimizer.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -203,11 +212,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
             "add the group to the wrapped optimizer, and build it again."
         )
 
+    def __reduce_ex__(self, _: Any) -> Any:
+        """Refuse to be copied or pickled: `UnsupportedError`."""
+        raise UnsupportedError("A DistributedOptimizer cannot be copied or pickled; save its state_dict().")
+
     def close(self) -> None:
         """Apply what is pending, stop tuning, and give the model back as it was. All ranks call it.
 
         Gradients that no step has used stay in `.grad`, as this rank's own.
         """
+        if self._closed:
+            return
+        self._closed = True
+        for hook in self._state_hooks:
+            hook.remove()
         try:
             self._schedule.close()
         finally:
@@ -232,6 +250,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _check_step(self) -> None:
         """Refuse what has become wrong since the engine was built."""
+        if self._closed:
+            raise UnsupportedError(
+                "This DistributedOptimizer is closed; step the wrapped optimizer, or build a new one."
+            )
         check_hooks(self._optimizer)
         if any(parameter.requires_grad for parameter in self._frozen):
             raise UnsupportedError(
@@ -273,15 +295,19 @@ class _Settings:
     tuner: Tuner | None
 
 
-def _agree(channel: Channel, layers: list[ModelLayer], own: _Settings) -> _Settings:
-    """Rank 0's settings, once all ranks are known to have the same layers."""
-    shapes = [(name, tuple(p.shape), p.dtype) for layer in layers for name, p in layer.parameters.items()]
+def _agree(channel: Channel, layers: list[ModelLayer], buffers: list[torch.Tensor], own: _Settings) -> _Settings:
+    """Rank 0's settings, once all ranks are known to have the same layers and buffers."""
+    named = [item for layer in layers for item in layer.parameters.items()]
+    tensors = [*named, *(("", buffer) for buffer in buffers)]
+    shapes = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors]
     digest = hashlib.sha256(repr(shapes).encode()).hexdigest()
     everyone: list[Any] = [None] * channel.world_size
     dist.all_gather_object(everyone, (digest, own), group=channel.group)
     different = [rank for rank, (theirs, _) in enumerate(everyone) if theirs != everyone[0][0]]
     if different:
-        raise UnsupportedError(f"Ranks {different} have other parameters than rank 0; all must build the same model.")
+        raise UnsupportedError(
+            f"Ranks {different} have other parameters or buffers than rank 0; all must build the same model."
+        )
     settings: _Settings = everyone[0][1]
     return settings
 
@@ -290,7 +316,8 @@ def _start_equal(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Rank 0's parameters and buffers, everywhere, byte for byte: backends do not know every dtype."""
     source = dist.get_global_rank(group, 0)
     for tensor in [*model.parameters(), *model.buffers()]:
-        own = tensor.detach()
+        # An expanded dimension is the same memory again and again: once is enough, and all that may be written.
+        own = tensor.detach()[tuple(slice(0, 1 if stride == 0 else None) for stride in tensor.stride())]
         contiguous = own.contiguous()
         if own.numel():
             dist.broadcast(contiguous.view(-1).view(torch.uint8), source, group=group)

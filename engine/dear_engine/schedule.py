@@ -15,7 +15,9 @@ brought up to date by `synchronize`, may come from an old value: it raises `Stal
 
 from __future__ import annotations
 
+import threading
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -62,6 +64,7 @@ class Schedule:
         self._buckets: list[Bucket] = []  # in the layers' order
         self._reduced = 0  # of this step's buckets, from the last on
         self._stream: torch.cuda.Stream | None = None
+        self._applying = threading.RLock()  # a checkpoint's thread may read while the training's does
         self._hooks: list[RemovableHandle] = []
         self.fuse(threshold_bytes)
 
@@ -89,9 +92,13 @@ class Schedule:
 
     def start(self) -> None:
         """From now on backward brings gradients."""
-        self._hooks = [p.register_post_accumulate_grad_hook(self.gradient_ready) for p in self._places]
+        # Each hook knows its parameter: what it is called with may be what another hook of the user's returned.
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(self.gradient_ready, parameter))
+            for parameter in self._places
+        ]
 
-    def gradient_ready(self, parameter: torch.Tensor) -> None:
+    def gradient_ready(self, parameter: torch.Tensor, _: object = None) -> None:
         """Called in backward, when a parameter's gradient has been accumulated."""
         bucket, slot = self._places[parameter]
         if not slot.current:
@@ -122,7 +129,7 @@ class Schedule:
         for bucket in self._buckets:
             bucket.work = self._collectives.all_gather(bucket.flat)
             bucket.state = BucketState.PENDING
-            bucket.set_current(False)
+            bucket.outdate()
 
     def holds(self, parameter: torch.Tensor) -> bool:
         """Whether the parameter is in one of the buckets."""
@@ -140,7 +147,7 @@ class Schedule:
         """Apply all pending updates."""
         for bucket in self._buckets:
             self._apply(bucket)
-            bucket.set_current(True)
+            bucket.set_current()
 
     def close(self) -> None:
         """Apply what is pending and let go of the parameters; gradients that no step has used stay in `.grad`."""
@@ -164,18 +171,24 @@ class Schedule:
         bucket.work = self._collectives.reduce_scatter(bucket.flat)
 
     def _apply(self, bucket: Bucket) -> None:
-        if bucket.state is BucketState.BROKEN:
-            raise StaleParameterError(
-                f"The update of {bucket.slots[0].name} and those fused with it failed before (see the first error); "
-                "their values are of no step. Restore a checkpoint."
-            )
-        if bucket.state is not BucketState.PENDING:
+        if bucket.state in (BucketState.ACCUMULATING, BucketState.REDUCING):
             return
+        with self._applying:
+            if bucket.state is BucketState.BROKEN:
+                raise StaleParameterError(
+                    f"The update of {bucket.slots[0].name} and those fused with it failed before (see the first "
+                    "error); their values are of no step. Restore a checkpoint."
+                )
+            if bucket.state is BucketState.PENDING:
+                self._update(bucket)
+
+    def _update(self, bucket: Bucket) -> None:
         assert bucket.work is not None  # a pending bucket's all-gather is queued
         parameters = [slot.parameter for slot in bucket.slots]
         with _on_stream(self._stream):
             bucket.work.wait()
             bucket.state = BucketState.BROKEN  # until the update has succeeded
+            bucket.check_unwritten()
             apply_update(self._optimizer, self._settings, parameters, bucket.averaged())
         bucket.state = BucketState.ACCUMULATING
 

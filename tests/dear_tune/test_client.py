@@ -152,3 +152,12 @@ def test_names_are_quoted() -> None:
     with pytest.raises(NotFoundError):
         answering(answer).study("../a?b")
     assert paths == [b"/v1/studies/..%2Fa%3Fb"]
+
+
+def test_loopback_goes_past_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy that the environment names is not asked for a service on this machine."""
+    monkeypatch.setenv("http_proxy", "http://192.0.2.1:3128")
+    service = FakeService()
+    with Client("http://127.0.0.1:8000", transport=service, attempts=1) as client:
+        assert list(client.studies()) == []
+    assert service.requests == [("GET", "/v1/studies")]

@@ -9,6 +9,8 @@ from support.reads import (
     no_grad_forward,
     pending_after_zero_grad,
     read_distance,
+    read_in_threads,
+    wrapped_state,
 )
 from support.training import scheduled, two_engines
 
@@ -57,3 +59,14 @@ def test_two_engines_on_one_model(ranks):
 def test_the_rate_in_force_at_step(ranks):
     """A scheduler that moves the rate right after step() does not reach the pending update, nor warns."""
     assert max(ranks(2).run(scheduled, 6)) < 1e-12
+
+
+def test_readers_in_threads(ranks):
+    """Threads that read at the same moment see one update, applied once."""
+    assert max(ranks(2).run(read_in_threads)) < 1e-12
+
+
+def test_the_wrapped_optimizer_saves_the_latest_state(ranks):
+    """A state dict from the wrapped optimizer holds the pending update too."""
+    for entries, parameters in ranks(2).run(wrapped_state):
+        assert entries == parameters

@@ -27,6 +27,14 @@ EXPECTED = {
     "read_after_a_failed_update": ("StaleParameterError", "failed before"),
     "hook_added_later": ("UnsupportedError", "step hooks"),
     "no_such_study": ("ConfigurationError", "name"),
+    "written_while_pending": ("StaleParameterError", "0.weight was written"),
+    "shared_memory": ("UnsupportedError", "share memory"),
+    "gradient_by_hand": ("GradientError", "4.weight"),
+    "stepped_after_close": ("UnsupportedError", "closed"),
+    "copied_optimizer": ("UnsupportedError", "state_dict"),
+    "no_number_of_bytes": ("UnsupportedError", "threshold_bytes"),
+    "different_buffers": ("UnsupportedError", "[1]"),
+    "class_that_cannot_be_extended": ("UnsupportedError", "_Registered"),
     "scripted": ("UnsupportedError", "ScriptModule"),
 }
 

@@ -132,7 +132,7 @@ class Convolutional(nn.Sequential):
 
 
 class Hoarder(nn.Module):
-    """Keeps its children's weights in a list, and a complex buffer, which no backend broadcasts."""
+    """Keeps its children's weights in a list, and buffers that no backend broadcasts as they are."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,6 +140,7 @@ class Hoarder(nn.Module):
         self.weights = [layer.weight for layer in self.layers]
         self.head = nn.Linear(12, 4)
         self.register_buffer("rotation", torch.polar(torch.ones(6), torch.randn(6)))
+        self.register_buffer("expanded", torch.randn(1, 1).expand(40, 12))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for weight in self.weights:

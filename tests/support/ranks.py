@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 from typing import Any
 
 TIMEOUT_S = 120
@@ -33,6 +33,7 @@ class RankPool:
         self.world_size = world_size
         self._processes: list[multiprocessing.process.BaseProcess] = []
         self._pipes: list[Connection] = []
+        self._folder: TemporaryDirectory[str] | None = None
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Call the function on every rank; its results by rank."""
@@ -55,10 +56,13 @@ class RankPool:
         for pipe in self._pipes:
             pipe.close()
         self._processes, self._pipes = [], []
+        if self._folder is not None:
+            self._folder.cleanup()
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
-        store = os.path.join(mkdtemp(prefix="dear-ranks-"), "store")
+        self._folder = TemporaryDirectory(prefix="dear-ranks-")
+        store = os.path.join(self._folder.name, "store")
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, self.world_size, store, theirs), daemon=True)

@@ -6,11 +6,12 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from support.training import batches, build, distance, loss_of, pending_model
+from support.training import OPTIMIZERS, batches, build, distance, loss_of, oracle_step, pending_model
 from torch import nn
 
 import dear_engine as dear
@@ -160,6 +161,34 @@ def buckets_applied_by_first_layer() -> tuple[int, int]:
 
 def _pending(optimizer: dear.DistributedOptimizer) -> int:
     return sum(bucket.state is BucketState.PENDING for bucket in optimizer._schedule.buckets)
+
+
+def read_in_threads() -> float:
+    """How far the parameters are from the oracle's when other threads look at them while the training's does."""
+    model, reference = build("Perceptron"), build("Perceptron")
+    optimizer = dear.DistributedOptimizer(OPTIMIZERS["SGD"](model.parameters()), model, threshold_bytes=1, tuner=None)
+    oracle = OPTIMIZERS["SGD"](reference.parameters())
+    with ThreadPoolExecutor(4) as threads:
+        for step in range(15):
+            optimizer.zero_grad()
+            loss_of(model, batches(step)[dist.get_rank()]).backward()
+            optimizer.step()
+            oracle_step(reference, oracle, step)
+            seen = [threads.submit(model.state_dict) for _ in range(4)]
+            with torch.no_grad():
+                model(batches(step)[0])
+            for each in seen:
+                each.result()
+    optimizer.close()
+    return distance(model, reference)
+
+
+def wrapped_state() -> tuple[int, int]:
+    """Entries of the state that the wrapped optimizer itself saves while its first update is pending; parameters."""
+    model, optimizer, _ = pending_model()
+    entries = len(optimizer._optimizer.state_dict()["state"])
+    optimizer.close()
+    return entries, len(list(model.parameters()))
 
 
 def load_while_pending() -> float:

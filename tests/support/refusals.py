@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -236,3 +237,69 @@ def no_such_study() -> None:
     model = build("Perceptron")
     tuner = dear.Tuner(url="http://127.0.0.1:9", study="not a name")
     dear.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, tuner=tuner)
+
+
+@_case
+def written_while_pending() -> None:
+    model, _, _ = pending_model()
+    with torch.no_grad():
+        model[0]._parameters["weight"].clamp_(-0.2, 0.2)
+    model(batches(1)[0])
+
+
+@_case
+def shared_memory() -> None:
+    model = build("Perceptron")
+    model[3].weight = nn.Parameter(model[0].weight.data.view(-1)[:16].view(1, 16))
+    dear.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, tuner=None)
+
+
+@_case
+def gradient_by_hand() -> None:
+    model = build("Perceptron")
+    optimizer = dear.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, tuner=None)
+    for parameter in model[4].parameters():
+        parameter.requires_grad_(False)
+    model[3](model[2](model[0](batches(0)[0]))).sum().backward()
+    model[4].weight.grad = torch.ones_like(model[4].weight)
+    optimizer.step()
+
+
+@_case
+def stepped_after_close() -> None:
+    _, optimizer, _ = pending_model()
+    optimizer.close()
+    optimizer.step()
+
+
+@_case
+def copied_optimizer() -> None:
+    _, optimizer, _ = pending_model()
+    copy.deepcopy(optimizer)
+
+
+@_case
+def no_number_of_bytes() -> None:
+    model = build("Perceptron")
+    dear.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, tuner=None, threshold_bytes=1.5)
+
+
+@_case
+def different_buffers() -> None:
+    model = build("Perceptron")
+    model.register_buffer("extra", torch.zeros(1 + dist.get_rank()))
+    dear.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, tuner=None)
+
+
+class _Registered(nn.Linear):
+    def __init_subclass__(cls, *, key: str) -> None:
+        cls.key = key
+
+
+@_case
+def class_that_cannot_be_extended() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), _Registered(2, 2))
+    try:
+        dear.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, tuner=None)
+    finally:
+        assert type(model[0]) is nn.Linear

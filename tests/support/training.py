@@ -352,8 +352,6 @@ def with_a_closure() -> tuple[float, float]:
 def start_of(model_name: str) -> tuple[str, list[list[float]]]:
     """What a model starts with when every rank seeded it differently: a digest of the parameters, and the buffers."""
     model = build(model_name, seed=dist.get_rank())
-    for buffer in model.buffers():
-        buffer.add_(dist.get_rank())
     with engine(model, OPTIMIZERS["SGD"](model.parameters())):
         return digest(model), [torch.view_as_real(b + 0j).flatten().tolist() for b in model.buffers()]
 

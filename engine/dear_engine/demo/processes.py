@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import IO
 
-__all__ = ["child", "ended_by_signals"]
+__all__ = ["child", "die_with_parent", "ended_by_signals"]
 
 _GRACE_S = 5.0
+_PR_SET_PDEATHSIG = 1
 
 
 @contextmanager
@@ -32,11 +35,18 @@ def child(
         stdout=output,
         stderr=subprocess.STDOUT,
         start_new_session=True,
+        preexec_fn=die_with_parent,
     )
     try:
         yield process
     finally:
         _end(process)
+
+
+def die_with_parent() -> None:
+    """From now on this process is killed when its parent ends, whatever ends that (on Linux only)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

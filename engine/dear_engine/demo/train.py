@@ -19,6 +19,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import dear_engine as dear
+from dear_engine.demo.processes import die_with_parent
 
 __all__ = ["main"]
 
@@ -42,6 +43,7 @@ class _Digits:
 
 def main() -> None:
     """Train, and write what came out as JSON."""
+    die_with_parent()  # torchrun puts its ranks into sessions of their own, where a signal to its group does not come
     parser = argparse.ArgumentParser()
     parser.add_argument("--url", required=True)
     parser.add_argument("--study", required=True)
