@@ -66,7 +66,7 @@ def test_show_recommends(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     """A study is shown with what a job should run with, and why."""
     monkeypatch.setenv("COLUMNS", "200")
     assert run(monkeypatch, "show", "study") == 0
-    assert "25 MiB, 1 buckets: as the test wants it" in capsys.readouterr().out
+    assert "25 MiB, 1 bucket: as the test wants it" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("service")
