@@ -69,8 +69,9 @@ class Sweep:
             running = any(observation.state is TrialState.RUNNING for observation in history)
             state = StudyState.EXPLORING if running else StudyState.CONVERGED
             return Proposal(threshold_bytes=None, state=state, reason="the budget is used up")
-        plan = self._study.space.plans[len(history) % len(self._study.space.plans)]
-        return Proposal(threshold_bytes=plan.threshold_bytes, state=StudyState.EXPLORING, reason="one after another")
+        thresholds = self._study.space.thresholds
+        threshold = thresholds[len(history) % len(thresholds)]
+        return Proposal(threshold_bytes=threshold, state=StudyState.EXPLORING, reason="one after another")
 
 
 def spec(**changes: Any) -> StudySpec:
