@@ -7,8 +7,7 @@
 Differences of log times are relative differences, so that expected improvement is a share of the iteration time.
 
 The kernel is fixed: Matern 5/2 over three octaves, amplitude one. From the five to fifteen plans that a study measures
-its length is not identifiable, and the most likely one is often so long that the search stops too early; see
-docs/tuner.md for the comparison.
+its length is not identifiable, and the most likely one is often so long that the search stops too early.
 """
 
 from __future__ import annotations
