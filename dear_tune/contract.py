@@ -1,21 +1,22 @@
 """The wire contract, `/v1`: the single definition of every payload.
 
-Requests forbid unknown fields, so that a misspelt one is refused; answers ignore them, so that an old client
-understands a newer service. All values are frozen. Units are in the names: `_bytes`, `_s` (seconds). Numbers are
-finite; a number that is not known is null. Times are UTC.
+Requests forbid unknown fields, so that a misspelt one is refused; answers ignore them, also in what they repeat of a
+request, so that an old client understands a newer service. All values are frozen. Units are in the names: `_bytes`,
+`_s` (seconds). Numbers are finite; a number that is not known is null. Times are UTC.
 """
 
 from __future__ import annotations
 
-from datetime import datetime
 from enum import Enum
 from typing import Annotated, Literal
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
+from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field
 
 __all__ = [
     "DEFAULT_THRESHOLD_BYTES",
+    "LONGEST_ITERATION_S",
     "MAX_ITERATIONS_PER_REPORT",
+    "SHORTEST_ITERATION_S",
     "Action",
     "Estimate",
     "Failure",
@@ -48,16 +49,22 @@ DEFAULT_THRESHOLD_BYTES = 25 * 2**20
 
 MAX_ITERATIONS_PER_REPORT = 10_000
 
+SHORTEST_ITERATION_S = 1e-9
+"""Seconds: no machine has ever trained faster; a smaller number is a defect of the clock."""
+
+LONGEST_ITERATION_S = 86_400.0
+"""Seconds: a day."""
+
 _MAX_BYTES = 2**50
 _MAX_LAYERS = 20_000
 
-PositiveBytes = Annotated[int, Field(strict=True, ge=1, le=_MAX_BYTES)]
-PositiveSeconds = Annotated[float, Field(strict=True, gt=0, le=86_400, allow_inf_nan=False)]
-FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
-StudyName = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-WorkerId = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[^\x00-\x1f]+$")]
-Label = Annotated[str, Field(min_length=1, max_length=512, pattern=r"^[^\x00]+$")]
-Word = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[^\x00]+$")]
+_PositiveBytes = Annotated[int, Field(strict=True, ge=1, le=_MAX_BYTES)]
+_Seconds = Annotated[float, Field(strict=True, ge=SHORTEST_ITERATION_S, le=LONGEST_ITERATION_S, allow_inf_nan=False)]
+_FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
+_StudyName = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+_WorkerId = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[^\x00-\x1f]+$")]
+_Label = Annotated[str, Field(min_length=1, max_length=512, pattern=r"^[^\x00]+$")]
+_Word = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[^\x00]+$")]
 
 
 class _Request(BaseModel):
@@ -66,6 +73,15 @@ class _Request(BaseModel):
 
 class _Answer(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True)
+
+
+def _known_fields(model: type[BaseModel]) -> BeforeValidator:
+    """Lets an answer carry a request's model: of its fields, those that a newer service added are dropped first."""
+
+    def drop_unknown(value: object) -> object:
+        return {name: value[name] for name in model.model_fields if name in value} if isinstance(value, dict) else value
+
+    return BeforeValidator(drop_unknown)
 
 
 class StudyState(str, Enum):
@@ -99,37 +115,37 @@ class Action(str, Enum):
 class Layer(_Request):
     """A module's directly owned parameters: the unit of fusion. Layers of different dtypes never share a bucket."""
 
-    name: Label
-    bytes: PositiveBytes
-    dtype: Word = "float32"
+    name: _Label
+    bytes: _PositiveBytes
+    dtype: _Word = "float32"
 
 
 class Fingerprint(_Request):
     """What makes two training jobs comparable, beside their layers."""
 
     world_size: Annotated[int, Field(strict=True, ge=1, le=10_000_000)]
-    backend: Word
-    device: Label
-    dtype: Word
+    backend: _Word
+    device: _Label
+    dtype: _Word
     update: Literal["replicated", "sharded"] = "replicated"
-    model: Label | None = None
+    model: _Label | None = None
 
 
 class Parameters(_Answer):
     """What a trial tries. Later knobs join as fields; clients ignore those they do not know."""
 
-    threshold_bytes: PositiveBytes
+    threshold_bytes: _PositiveBytes
 
 
 class StudySpec(_Request):
     """A study as a job asks for it. The first job's search settings (`seed`, `max_trials`, ...) stay."""
 
-    name: StudyName
+    name: _StudyName
     layers: Annotated[tuple[Layer, ...], Field(min_length=1, max_length=_MAX_LAYERS)]
     fingerprint: Fingerprint
-    default_threshold_bytes: PositiveBytes = DEFAULT_THRESHOLD_BYTES
-    minimum_threshold_bytes: PositiveBytes = 1
-    maximum_threshold_bytes: PositiveBytes = _MAX_BYTES
+    default_threshold_bytes: _PositiveBytes = DEFAULT_THRESHOLD_BYTES
+    minimum_threshold_bytes: _PositiveBytes = 1
+    maximum_threshold_bytes: _PositiveBytes = _MAX_BYTES
     seed: Annotated[int, Field(strict=True, ge=0, lt=2**31)] = 0
     max_trials: Annotated[int, Field(strict=True, ge=1, le=10_000)] = 30
     iterations_per_trial: Annotated[int, Field(strict=True, ge=1, le=10_000)] = 20
@@ -138,39 +154,43 @@ class StudySpec(_Request):
 class SuggestRequest(_Request):
     """A worker asks what to measure."""
 
-    worker_id: WorkerId
+    worker_id: _WorkerId
 
 
 class Report(_Request):
     """One window of measurements for one trial. Sending it again, under the same sequence, changes nothing."""
 
-    worker_id: WorkerId
+    worker_id: _WorkerId
     sequence: Annotated[int, Field(strict=True, ge=0, lt=2**31)]
-    iteration_times_s: Annotated[tuple[PositiveSeconds, ...], Field(min_length=1, max_length=MAX_ITERATIONS_PER_REPORT)]
+    iteration_times_s: Annotated[tuple[_Seconds, ...], Field(min_length=1, max_length=MAX_ITERATIONS_PER_REPORT)]
 
 
 class Failure(_Request):
     """A worker could not measure its trial."""
 
-    worker_id: WorkerId
+    worker_id: _WorkerId
     reason: Annotated[str, Field(min_length=1, max_length=65_536, pattern=r"^[^\x00]+$")]
 
 
 class Estimate(_Answer):
-    """An iteration time, robustly: the median, and a 95 % confidence interval for it."""
+    """An iteration time, robustly: the median, and a 95 % confidence interval for the plan's at any other time."""
 
-    median_s: FiniteFloat
-    low_s: FiniteFloat
-    high_s: FiniteFloat
+    median_s: _FiniteFloat
+    low_s: _FiniteFloat
+    high_s: _FiniteFloat
     iterations: int
 
 
 class Gain(_Answer):
-    """The share of the default's iteration time that the incumbent saves, with a 95 % confidence interval."""
+    """The share of the default's iteration time that the incumbent saves, with a 95 % confidence interval.
 
-    fraction: FiniteFloat
-    low: FiniteFloat
-    high: FiniteFloat
+    Once both were measured again after the incumbent had been found, only those later trials count. Until then it is
+    the gain of a plan picked for being fast, hence rather too large.
+    """
+
+    fraction: _FiniteFloat
+    low: _FiniteFloat
+    high: _FiniteFloat
 
 
 class Incumbent(_Answer):
@@ -212,8 +232,8 @@ class StudyStatus(_Answer):
 class Study(StudyStatus):
     """A study, whole."""
 
-    layers: tuple[Layer, ...]
-    fingerprint: Fingerprint
+    layers: tuple[Annotated[Layer, _known_fields(Layer)], ...]
+    fingerprint: Annotated[Fingerprint, _known_fields(Fingerprint)]
     default_threshold_bytes: int
     minimum_threshold_bytes: int
     maximum_threshold_bytes: int
@@ -285,7 +305,7 @@ class Health(_Answer):
 
     status: Literal["ok"]
     version: str
-    time: datetime
+    time: AwareDatetime
 
 
 class FieldError(_Answer):

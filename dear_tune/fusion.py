@@ -19,9 +19,9 @@ No plan comes back at a larger threshold: at each change the first bucket concer
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
-from itertools import islice
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, islice, pairwise
 from typing import TYPE_CHECKING
 
 from dear_tune.errors import InvalidSpaceError
@@ -36,7 +36,11 @@ __all__ = ["MAX_PLANS", "FusionPlan", "PlanSpace", "distinct_plans", "fuse"]
 MAX_PLANS = 1000
 """A search space with more distinct plans than this keeps only plans whose thresholds lie apart."""
 
+_MAX_LAYERS_EXACT = 500  # with more, already finding out how many plans there are takes too long
+
 _THINNING_RATIO = 2 ** (1 / 24)
+
+_Sums = tuple[int, ...]  # of one dtype's layers: the layers from a to b have sums[b] - sums[a] bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,41 +66,45 @@ def fuse(layers: Sequence[Layer], threshold_bytes: int) -> FusionPlan:
     Raises:
         InvalidSpaceError: no layers, or a threshold under one byte.
     """
-    return _fuse(layers, threshold_bytes)[0]
+    if threshold_bytes < 1:
+        raise InvalidSpaceError(f"A threshold is at least 1 byte; got {threshold_bytes}.")
+    buckets = [
+        tuple(indices[start:end])
+        for indices in _indices_by_dtype(layers)
+        for start, end in pairwise(_cuts(_sums(layers, indices), threshold_bytes))
+    ]
+    return FusionPlan(threshold_bytes=threshold_bytes, buckets=tuple(sorted(buckets)))
 
 
-def distinct_plans(layers: Sequence[Layer], *, ratio: float = 1.0) -> Iterator[FusionPlan]:
+def distinct_plans(layers: Sequence[Layer]) -> Iterator[FusionPlan]:
     """Every plan that some threshold gives, each with the smallest such threshold, ascending.
 
     The first fuses nothing, and carries the smallest layer's size as its threshold; the last has one bucket a dtype.
 
     Args:
         layers: in forward order; at least one.
-        ratio: skip plans whose threshold is less than this factor above the one before; 1 skips none.
 
     Raises:
         InvalidSpaceError: no layers.
     """
-    threshold = min((layer.bytes for layer in layers), default=0)
-    while True:
-        plan, next_change = _fuse(layers, threshold)
-        yield plan
-        if next_change is None:
-            return
-        threshold = max(next_change, int(threshold * ratio))
+    sums = _sums_by_dtype(layers)
+    smallest = min(layer.bytes for layer in layers)
+    return (fuse(layers, threshold) for threshold in _changes(sums, smallest, sum(each[-1] for each in sums)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSpace:
-    """The distinct plans between two bounds: the candidates of a search.
+    """The distinct plans between two bounds: the candidates of a search. `fuse` gives a candidate's buckets.
 
     Attributes:
-        plans: by ascending threshold; each threshold lies within the bounds.
+        thresholds: a threshold in bytes for each plan, ascending, within the bounds.
         default_threshold_bytes: the threshold that trial 0 measures, within the bounds.
+        sums: for each dtype the running sums of its layers' bytes, from 0.
     """
 
-    plans: tuple[FusionPlan, ...]
+    thresholds: tuple[int, ...]
     default_threshold_bytes: int
+    sums: tuple[tuple[int, ...], ...]
 
     @classmethod
     def of(cls, spec: StudySpec) -> PlanSpace:
@@ -111,47 +119,74 @@ class PlanSpace:
                 f"default_threshold_bytes = {spec.default_threshold_bytes} must lie between "
                 f"minimum_threshold_bytes = {low} and maximum_threshold_bytes = {high}."
             )
-        plans = _plans_within(spec.layers, low, high)
-        return cls(plans=plans, default_threshold_bytes=spec.default_threshold_bytes)
+        sums = _sums_by_dtype(spec.layers)
+        thresholds = _thresholds_within(sums, low, high)
+        return cls(thresholds=thresholds, default_threshold_bytes=spec.default_threshold_bytes, sums=sums)
 
     def index(self, threshold_bytes: int) -> int:
-        """Which of `plans` a threshold stands for: thresholds that fuse alike give the same index."""
-        return max(bisect_right(self._thresholds, threshold_bytes) - 1, 0)
+        """Which plan a threshold stands for: thresholds that fuse alike give the same index."""
+        return max(bisect_right(self.thresholds, threshold_bytes) - 1, 0)
 
-    @cached_property
-    def _thresholds(self) -> tuple[int, ...]:
-        return tuple(plan.threshold_bytes for plan in self.plans)
-
-
-@lru_cache(maxsize=256)
-def _plans_within(layers: tuple[Layer, ...], low: int, high: int) -> tuple[FusionPlan, ...]:
-    plans = tuple(islice(distinct_plans(layers), MAX_PLANS + 1))
-    if len(plans) > MAX_PLANS:
-        plans = tuple(distinct_plans(layers, ratio=_THINNING_RATIO))
-    first = replace(fuse(layers, low), threshold_bytes=min(max(low, plans[0].threshold_bytes), high))
-    above = (plan for plan in plans if first.threshold_bytes < plan.threshold_bytes <= high)
-    return (first, *(plan for plan in above if plan.buckets != first.buckets))
+    def buckets(self, threshold_bytes: int) -> int:
+        """How many buckets a threshold gives."""
+        return sum(len(_cuts(each, threshold_bytes)) - 1 for each in self.sums)
 
 
-def _fuse(layers: Sequence[Layer], threshold_bytes: int) -> tuple[FusionPlan, int | None]:
-    """The plan, and the next larger threshold at which it changes (None: it never does)."""
+@lru_cache(maxsize=128)  # some megabytes at most: every request asks for its study's plans
+def _thresholds_within(sums: tuple[_Sums, ...], low: int, high: int) -> tuple[int, ...]:
+    start = min(max(low, min(_smallest(each) for each in sums)), high)
+    if sum(len(each) - 1 for each in sums) <= _MAX_LAYERS_EXACT:
+        exact = tuple(islice(_changes(sums, start, high), MAX_PLANS + 1))
+        if len(exact) <= MAX_PLANS:
+            return exact
+    return tuple(_changes(sums, start, high, ratio=_THINNING_RATIO))
+
+
+def _changes(sums: Sequence[_Sums], low: int, high: int, *, ratio: float = 1.0) -> Iterator[int]:
+    """The lower bound, and above it, up to the upper one, each threshold at which the plan changes.
+
+    Changes less than a factor `ratio` above the threshold before count as one.
+    """
+    threshold = low
+    while True:
+        yield threshold
+        change = min(filter(None, (_next_change(each, threshold) for each in sums)), default=None)
+        if change is None or change > high:
+            return
+        threshold = max(change, min(int(threshold * ratio), high))
+
+
+def _next_change(sums: _Sums, threshold_bytes: int) -> int | None:
+    """The smallest threshold at which some bucket takes in the layer that follows it (None: it has all)."""
+    buckets = pairwise(_cuts(sums, threshold_bytes))
+    return min((sums[end + 1] - sums[start] for start, end in buckets if end + 1 < len(sums)), default=None)
+
+
+def _cuts(sums: _Sums, threshold_bytes: int) -> list[int]:
+    """Where one dtype's layers are cut into buckets: 0, the first layer of each further one, the number of layers."""
+    cuts = [0]
+    while (start := cuts[-1]) < len(sums) - 1:
+        fits = bisect_right(sums, sums[start] + threshold_bytes, start) - 1
+        cuts.append(max(fits, start + 1))
+    return cuts
+
+
+def _smallest(sums: _Sums) -> int:
+    return min(after - before for before, after in pairwise(sums))
+
+
+def _sums_by_dtype(layers: Sequence[Layer]) -> tuple[_Sums, ...]:
+    return tuple(_sums(layers, indices) for indices in _indices_by_dtype(layers))
+
+
+def _sums(layers: Sequence[Layer], indices: Sequence[int]) -> _Sums:
+    return tuple(accumulate((layers[index].bytes for index in indices), initial=0))
+
+
+def _indices_by_dtype(layers: Sequence[Layer]) -> list[list[int]]:
     if not layers:
         raise InvalidSpaceError("A model without trainable parameters has nothing to fuse.")
-    if threshold_bytes < 1:
-        raise InvalidSpaceError(f"A threshold is at least 1 byte; got {threshold_bytes}.")
-    buckets: list[list[int]] = []
-    open_buckets: dict[str, tuple[int, list[int]]] = {}  # by dtype: the sum so far, and the layers
-    next_change: int | None = None
+    by_dtype: dict[str, list[int]] = {}
     for index, layer in enumerate(layers):
-        total, bucket = open_buckets.get(layer.dtype, (0, []))
-        grown = total + layer.bytes
-        if bucket and grown > threshold_bytes:
-            next_change = grown if next_change is None else min(next_change, grown)
-        if bucket and grown <= threshold_bytes:
-            bucket.append(index)
-        else:
-            grown, bucket = layer.bytes, [index]
-            buckets.append(bucket)
-        open_buckets[layer.dtype] = (grown, bucket)
-    plan = FusionPlan(threshold_bytes=threshold_bytes, buckets=tuple(tuple(bucket) for bucket in buckets))
-    return plan, next_change
+        by_dtype.setdefault(layer.dtype, []).append(index)
+    return list(by_dtype.values())

@@ -155,7 +155,7 @@ class FakeService(httpx.BaseTransport):
             state_reason="the script has ended" if finished else "a script of thresholds",
             trials=contract.TrialCounts(**{state.value: states.count(state) for state in TrialState}),
             max_trials=len(self._thresholds),
-            distinct_plans=len(PlanSpace.of(self._created).plans),
+            distinct_plans=len(PlanSpace.of(self._created).thresholds),
             default=None,
             incumbent=None,
             gain=None,

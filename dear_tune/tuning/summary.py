@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from dear_tune.contract import Estimate, Gain, TrialState
 from dear_tune.tuning.noise import gain
 from dear_tune.tuning.pool import Pool
-from dear_tune.units import format_share
+from dear_tune.units import format_gain, format_share
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,9 +29,10 @@ class Summary:
         default: the iteration time with the default's plan, over all of its completed trials.
         incumbent_index: where the history holds the first completed trial of the best plan; None without one.
         incumbent: the iteration time with the best plan, over all of its completed trials.
-        gain: of the incumbent over the default; None as long as one of them is not measured.
-        threshold_bytes: what a job should run with now: the incumbent's threshold if it is faster than the default
-            beyond doubt (the gain's lower bound is above zero), the default otherwise.
+        gain: of the incumbent over the default, from the trials that confirm both; from all as long as there are none;
+            None as long as one of them is not measured.
+        threshold_bytes: what a job should run with now: the incumbent's threshold if trials made after it was found
+            show that it is faster than the default (the gain's lower bound is above zero), the default otherwise.
         reason: why, for people.
     """
 
@@ -51,9 +52,9 @@ def summarize(space: PlanSpace, history: Sequence[Observation]) -> Summary:
         history: the trials so far by number.
     """
     pool = Pool.of(space, history)
-    best_plan = pool.best
+    plan = pool.fastest(pool.proven or pool.completed)
     default = pool.completed.get(pool.default)
-    if best_plan is None:
+    if plan is None:
         return Summary(
             default=default,
             incumbent_index=None,
@@ -62,18 +63,27 @@ def summarize(space: PlanSpace, history: Sequence[Observation]) -> Summary:
             threshold_bytes=space.default_threshold_bytes,
             reason=_nothing_measured(history),
         )
-    incumbent_index = _first_completed(space, history, best_plan)
-    incumbent = pool.completed[best_plan]
-    saved = _SAME_PLAN if best_plan == pool.default else gain(default, incumbent) if default else None
-    better = saved is not None and saved.low > 0
+    index = _first_completed(space, history, plan)
     return Summary(
         default=default,
-        incumbent_index=incumbent_index,
-        incumbent=incumbent,
-        gain=saved,
-        threshold_bytes=history[incumbent_index].threshold_bytes if better else space.default_threshold_bytes,
-        reason=_reason(saved),
+        incumbent_index=index,
+        incumbent=pool.completed[plan],
+        gain=_gain(pool, plan),
+        threshold_bytes=history[index].threshold_bytes if plan in pool.proven else space.default_threshold_bytes,
+        reason=_reason(pool, plan),
     )
+
+
+def _gain(pool: Pool, plan: int) -> Gain | None:
+    if plan == pool.default:
+        return _SAME_PLAN
+    estimates = pool.confirmed if _is_confirmed(pool, plan) else pool.completed
+    default = estimates.get(pool.default)
+    return gain(default, estimates[plan]) if default else None
+
+
+def _is_confirmed(pool: Pool, plan: int) -> bool:
+    return {plan, pool.default} <= pool.confirmed.keys()
 
 
 def _first_completed(space: PlanSpace, history: Sequence[Observation], plan: int) -> int:
@@ -93,12 +103,14 @@ def _nothing_measured(history: Sequence[Observation]) -> str:
     return "the default: no trial is completed yet"
 
 
-def _reason(saved: Gain | None) -> str:
+def _reason(pool: Pool, plan: int) -> str:
+    saved = _gain(pool, plan)
     if saved is None:
         return "the default: it has not been measured yet, so nothing can be said to be faster"
-    if saved is _SAME_PLAN:
+    if plan == pool.default:
         return "the default: no other plan measured so far is faster"
-    fraction, low = format_share(saved.fraction), format_share(saved.low)
+    if not _is_confirmed(pool, plan):
+        return f"the default: the incumbent's gain of {format_share(saved.fraction)} is not confirmed by second trials"
     if saved.low > 0:
-        return f"the incumbent: it saves {fraction} of the default's iteration time (at least {low})"
-    return f"the default: the incumbent's gain of {fraction} is within the noise (its lower bound is {low})"
+        return f"the incumbent: of the default's iteration time it saves {format_gain(saved)}"
+    return f"the default: the incumbent's gain of {format_gain(saved)} is within the noise"

@@ -26,7 +26,7 @@ def spread(space: PlanSpace, *, seed: int) -> Iterator[int]:
         space: the candidates.
         seed: of the sequence's first point.
     """
-    octaves = np.log2([float(plan.threshold_bytes) for plan in space.plans])
+    octaves = np.log2(space.thresholds)
     left = np.ones(len(octaves), dtype=bool)
     point = float(np.random.default_rng(seed).random())
     plan = space.index(space.default_threshold_bytes)

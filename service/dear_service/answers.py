@@ -17,7 +17,6 @@ from dear_tune.contract import (
     TrialCounts,
     TrialDetail,
 )
-from dear_tune.fusion import fuse
 from dear_tune.tuning.noise import estimate
 from dear_tune.tuning.summary import Summary, summarize
 
@@ -57,7 +56,7 @@ def recommendation(snapshot: Snapshot) -> Recommendation:
     summary = _summary(snapshot)
     return Recommendation(
         parameters=Parameters(threshold_bytes=summary.threshold_bytes),
-        buckets=_buckets(snapshot.study, summary.threshold_bytes),
+        buckets=snapshot.study.space.buckets(summary.threshold_bytes),
         reason=summary.reason,
         study=StudyStatus(**_status(snapshot, summary)),
     )
@@ -89,7 +88,7 @@ def _trial(study: StudyRecord, record: TrialRecord, now: datetime) -> dict[str, 
         "number": record.number,
         "state": record.state_at(now),
         "parameters": Parameters(threshold_bytes=record.threshold_bytes),
-        "buckets": _buckets(study, record.threshold_bytes),
+        "buckets": study.space.buckets(record.threshold_bytes),
         "worker_id": record.worker_id,
         "lease_expires_at": record.lease_expires_at,
         "next_sequence": record.next_sequence,
@@ -109,7 +108,7 @@ def _status(snapshot: Snapshot, summary: Summary) -> dict[str, Any]:
         "state_reason": study.state_reason,
         "trials": TrialCounts(**Counter(observation.state.value for observation in snapshot.history)),
         "max_trials": study.spec.max_trials,
-        "distinct_plans": len(study.space.plans),
+        "distinct_plans": len(study.space.thresholds),
         "default": summary.default,
         "incumbent": _incumbent(snapshot, summary),
         "gain": summary.gain,
@@ -123,14 +122,10 @@ def _incumbent(snapshot: Snapshot, summary: Summary) -> Incumbent | None:
     return Incumbent(
         trial_number=best.number,
         parameters=Parameters(threshold_bytes=best.threshold_bytes),
-        buckets=_buckets(snapshot.study, best.threshold_bytes),
+        buckets=snapshot.study.space.buckets(best.threshold_bytes),
         iteration_time=summary.incumbent,
     )
 
 
 def _summary(snapshot: Snapshot) -> Summary:
     return summarize(snapshot.study.space, snapshot.history)
-
-
-def _buckets(study: StudyRecord, threshold_bytes: int) -> int:
-    return len(fuse(study.spec.layers, threshold_bytes).buckets)

@@ -46,15 +46,14 @@ def serve(
     """Run the tuning service until Ctrl-C. Options not given come from DEAR_TUNE_SERVICE_* variables."""
     for number in _END:
         signal.signal(number, _exit)
-    try:
-        settings = _settings(host=host, port=port, database_url=database_url)
-        _check_exposure(settings.host, insecure=insecure)
-        listener = _listen(settings.host, settings.port)
-        app = create_app(settings)
-    except ConfigurationError as error:
-        typer.echo(f"Error: {error}", err=True)
-        raise typer.Exit(1) from error
-    _Server(app, listener).run(sockets=[listener])
+    settings = _settings(host=host, port=port, database_url=database_url)
+    _check_exposure(settings.host, insecure=insecure)
+    listener = _listen(settings.host, settings.port)
+    app = create_app(settings)
+    server = _Server(app, listener)
+    server.run(sockets=[listener])
+    if not server.started:
+        raise typer.Exit(1)
 
 
 class _Server(uvicorn.Server):
@@ -76,6 +75,8 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        if not self.started:
+            return
         print(f"dear-tune service ready at {self._url}", flush=True)
         print(f"  studies and trials are kept in {self._database}")
         print(f"  look:   curl {self._url}/v1/studies")

@@ -10,6 +10,7 @@ from alembic import command
 from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
+from alembic.script.revision import ResolutionError
 from alembic.util import CommandError
 from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
@@ -45,6 +46,8 @@ def upgrade(database: Database) -> None:
     except DBAPIError as error:
         raise ConfigurationError(f"The database {database} cannot be used: {_first_line(error)}") from error
     except CommandError as error:
+        if not isinstance(error.__cause__, ResolutionError):
+            raise
         raise ConfigurationError(f"The database {database} was last used by a newer dear-tune: {error}") from error
 
 

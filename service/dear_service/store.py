@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from sqlalchemy import and_, or_, select, update
+from sqlalchemy import and_, func, or_, select, update
 
 from dear_service.models import ReportRow, StudyRow, TrialRow
 from dear_service.records import Snapshot, StudyRecord, TrialRecord
@@ -74,10 +74,22 @@ def hear(session: Session, study_id: int, now: datetime) -> None:
     session.execute(update(StudyRow).where(StudyRow.id == study_id).values(last_heard_at=now))
 
 
-def settle(session: Session, study_id: int, proposal: Proposal, now: datetime) -> None:
-    """Note where a proposal says that the study stands."""
-    values = {"state": proposal.state, "state_reason": proposal.reason, "last_heard_at": now}
-    session.execute(update(StudyRow).where(StudyRow.id == study_id).values(values))
+def settle(session: Session, seen: Snapshot, proposal: Proposal, now: datetime) -> bool:
+    """Note where a proposal says that the study stands; False if the study is no longer as the proposal saw it.
+
+    What it saw are the study's state and trials, and the trial that this transaction has started upon it, if any.
+    """
+    row = StudyRow.id == seen.study.id
+    # PostgreSQL counts what was committed before a statement began: whoever holds the row must be done by then.
+    session.execute(select(StudyRow.id).where(row).with_for_update(key_share=True))
+    trials = select(func.count()).where(TrialRow.study_id == seen.study.id).scalar_subquery()
+    changed = session.scalar(
+        update(StudyRow)
+        .where(row, StudyRow.state == seen.study.state, trials == len(seen.trials))
+        .values(state=proposal.state, state_reason=proposal.reason, last_heard_at=now)
+        .returning(StudyRow.id)
+    )
+    return changed is not None
 
 
 def snapshots(session: Session, studies: Sequence[StudyRecord], now: datetime) -> list[Snapshot]:

@@ -3,12 +3,13 @@
     read     one snapshot of the study and all its trials
     decide   the worker's own open trial, else a queued one, else what the tuning method proposes from the snapshot
     write    the lease, if the trial is still the worker's or still queued; or a trial whose number is the count of
-             trials in the snapshot
+             trials in the snapshot, and the study's new state, if it has the snapshot's state and trials still
 
-UNIQUE(study, number) makes the last write fail when another trial was started since the snapshot, so every proposal
+UNIQUE(study, number) makes a new trial fail when another one was started since the snapshot, so every proposal
 rests on all trials before it, and `max_trials` holds exactly. UNIQUE(study, worker) over the running trials makes
-it fail when the same worker asked twice at once. Each failure is another request's success, so trying again ends. The
-tuning method runs outside of any transaction: it may take its time while others report.
+it fail when the same worker asked twice at once. A proposal without a trial has no number that could be taken: the
+condition on the state's write keeps an old one from going over a newer. Each failure is another request's success, so
+trying again ends. The tuning method runs outside of any transaction: it may take its time while others report.
 """
 
 from __future__ import annotations
@@ -48,14 +49,16 @@ def suggest(context: Context, name: str, worker_id: str) -> Instruction:
     """
     with context.suggesting.hold(name):
         for _ in range(_ATTEMPTS):
-            with suppress(IntegrityError):
-                if answer := _attempt(context, studies.snapshot(context, name), worker_id):
-                    return answer
+            with suppress(IntegrityError, _OutdatedError):
+                return _attempt(context, studies.snapshot(context, name), worker_id)
     raise HTTPException(503, "Too many workers ask for trials of this study at once.")
 
 
-def _attempt(context: Context, snapshot: Snapshot, worker_id: str) -> Instruction | None:
-    """The answer, or None if the snapshot was out of date."""
+class _OutdatedError(Exception):
+    """Something was written since the snapshot that the decision rests on."""
+
+
+def _attempt(context: Context, snapshot: Snapshot, worker_id: str) -> Instruction:
     trial = snapshot.next_for(worker_id)
     if trial is not None:
         return _lease(context, snapshot, trial, worker_id)
@@ -66,11 +69,11 @@ def _attempt(context: Context, snapshot: Snapshot, worker_id: str) -> Instructio
     return _follow(context, snapshot, proposal, worker_id)
 
 
-def _lease(context: Context, snapshot: Snapshot, trial: TrialRecord, worker_id: str) -> Instruction | None:
+def _lease(context: Context, snapshot: Snapshot, trial: TrialRecord, worker_id: str) -> Instruction:
     until = snapshot.taken_at + context.lease
     with context.database.write() as session:
         if not store.lease_trial(session, trial.id, worker_id=worker_id, until=until):
-            return None
+            raise _OutdatedError
         store.hear(session, snapshot.study.id, snapshot.taken_at)
     leased = replace(trial, state=TrialState.RUNNING, worker_id=worker_id, lease_expires_at=until)
     return answers.instruction(snapshot.with_trial(leased), leased)
@@ -78,12 +81,14 @@ def _lease(context: Context, snapshot: Snapshot, trial: TrialRecord, worker_id: 
 
 def _follow(context: Context, snapshot: Snapshot, proposal: Proposal, worker_id: str) -> Instruction:
     now = context.clock()  # the tuning method took its time: the lease begins here
-    study = replace(snapshot.study, state=proposal.state, state_reason=proposal.reason)
-    snapshot = replace(snapshot, study=study, taken_at=now)
+    snapshot = replace(snapshot, taken_at=now)
     with context.database.write() as session:
         trial = _start(context, session, snapshot, proposal.threshold_bytes, worker_id)
-        store.settle(session, study.id, proposal, now)
-    return answers.instruction(snapshot.with_trial(trial) if trial else snapshot, trial)
+        snapshot = snapshot.with_trial(trial) if trial else snapshot
+        if not store.settle(session, snapshot, proposal, now):
+            raise _OutdatedError
+    settled = replace(snapshot.study, state=proposal.state, state_reason=proposal.reason)
+    return answers.instruction(replace(snapshot, study=settled), trial)
 
 
 def _start(

@@ -1,19 +1,50 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime, timezone
 
 import pytest
 from pydantic import BaseModel, ValidationError
 from support.landscapes import FINGERPRINT
 
 from dear_tune import contract
-from dear_tune.contract import Estimate, Fingerprint, Layer, Parameters, Report, StudySpec
+from dear_tune.contract import (
+    Estimate,
+    Fingerprint,
+    Layer,
+    Parameters,
+    Report,
+    Study,
+    StudySpec,
+    StudyState,
+    TrialCounts,
+)
 
 MODELS = [
     value
     for name in contract.__all__
     if isinstance(value := getattr(contract, name), type) and issubclass(value, BaseModel)
 ]
+STUDY = Study(
+    name="study",
+    state=StudyState.WARMING_UP,
+    state_reason="no trial has been asked for yet",
+    trials=TrialCounts(),
+    max_trials=30,
+    distinct_plans=1,
+    default=None,
+    incumbent=None,
+    gain=None,
+    layers=(Layer(name="a", bytes=1),),
+    fingerprint=FINGERPRINT,
+    default_threshold_bytes=1,
+    minimum_threshold_bytes=1,
+    maximum_threshold_bytes=1,
+    seed=0,
+    iterations_per_trial=20,
+    created_at=datetime(2030, 1, 1, tzinfo=timezone.utc),
+    last_heard_at=None,
+)
 REQUESTS = [contract.StudySpec, contract.SuggestRequest, contract.Report, contract.Failure, Layer, Fingerprint]
 
 
@@ -40,11 +71,29 @@ def test_answers_ignore_unknown_fields() -> None:
     assert Parameters.model_validate({"threshold_bytes": 7, "eager_share": 0.5}) == Parameters(threshold_bytes=7)
 
 
+def test_answers_ignore_unknown_fields_of_what_was_sent() -> None:
+    """Also in the layers and the fingerprint that a study repeats, an old client skips what a newer service added."""
+    answer = json.loads(STUDY.model_dump_json())
+    answer["layers"][0]["rank"] = answer["fingerprint"]["topology"] = "new"
+    assert Study.model_validate(answer) == STUDY
+    assert Study.model_validate_json(json.dumps(answer)) == STUDY
+
+
+@pytest.mark.parametrize("field", ["layers", "fingerprint"])
+def test_studies_refuse_unknown_fields_within(field: str) -> None:
+    """A misspelt field of a layer or of the fingerprint is an error, named by its place."""
+    sent = json.loads(StudySpec(name="a", layers=STUDY.layers, fingerprint=FINGERPRINT).model_dump_json())
+    (sent["layers"][0] if field == "layers" else sent["fingerprint"])["dtpye"] = "float16"
+    with pytest.raises(ValidationError, match="Extra inputs are not permitted") as caught:
+        StudySpec.model_validate_json(json.dumps(sent))
+    assert caught.value.errors()[0]["loc"][-1] == "dtpye"
+
+
 @pytest.mark.parametrize(
-    "time", ["NaN", "Infinity", "-Infinity", "1e999", "-1.0", "0", "true", '"0.1"', "null", "9" * 5000]
+    "time", ["NaN", "Infinity", "-Infinity", "1e999", "-1.0", "0", "1e-300", "true", '"0.1"', "null", "9" * 5000]
 )
 def test_iteration_times_are_positive_numbers(time: str) -> None:
-    """What is no positive, finite number is refused, and its place named (scikit-optimize 482, optuna 3206)."""
+    """What is no number of a nanosecond to a day is refused, its place named (scikit-optimize 482, optuna 3206)."""
     with pytest.raises(ValidationError) as caught:
         Report.model_validate_json(report(f"[0.1, {time}]"))
     assert time == "9" * 5000 or caught.value.errors()[0]["loc"] == ("iteration_times_s", 1)

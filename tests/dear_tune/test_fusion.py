@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -77,18 +78,25 @@ def test_index_agrees_with_fusion(layers: list[Layer], threshold: int) -> None:
     """A threshold's index is that of the plan it gives."""
     spec = spec_of(1).model_copy(update={"layers": tuple(layers)})
     space = PlanSpace.of(spec)
-    assert space.plans[space.index(threshold)].buckets == fuse(layers, threshold).buckets
+    assert fuse(layers, space.thresholds[space.index(threshold)]).buckets == fuse(layers, threshold).buckets
 
 
 @given(layer_lists, thresholds, thresholds, thresholds)
 def test_the_space_keeps_to_its_bounds(layers: list[Layer], one: int, two: int, three: int) -> None:
-    """Every plan's threshold lies within the bounds and gives that plan."""
+    """Within any bounds the thresholds are those of all plans that there are, once each."""
     low, default, high = sorted((one, two, three))
     bounds = {"minimum_threshold_bytes": low, "default_threshold_bytes": default, "maximum_threshold_bytes": high}
     space = PlanSpace.of(spec_of(1).model_copy(update={"layers": tuple(layers), **bounds}))
-    for plan in space.plans:
-        assert low <= plan.threshold_bytes <= high
-        assert fuse(layers, plan.threshold_bytes).buckets == plan.buckets
+    assert low <= space.thresholds[0] <= space.thresholds[-1] <= high
+    plans = [fuse(layers, threshold).buckets for threshold in space.thresholds]
+    assert plans == list(dict.fromkeys(fuse(layers, threshold).buckets for threshold in range(low, high + 1)))
+
+
+@given(layer_lists, thresholds)
+def test_buckets_are_counted_without_fusing(layers: list[Layer], threshold: int) -> None:
+    """A space knows how many buckets any threshold gives."""
+    space = PlanSpace.of(spec_of(1).model_copy(update={"layers": tuple(layers)}))
+    assert space.buckets(threshold) == len(fuse(layers, threshold).buckets)
 
 
 def test_the_example_of_the_documentation() -> None:
@@ -98,12 +106,21 @@ def test_the_example_of_the_documentation() -> None:
     assert [plan.buckets for plan in plans] == [((0,), (1,), (2,)), ((0, 1), (2,)), ((0, 1, 2),)]
 
 
-def test_large_spaces_are_thinned() -> None:
-    """A model with too many plans keeps some in every octave, the first and the last among them."""
-    space = space_of(*(1 + 7919 * index % 100_003 for index in range(3000)), default=10**6)
-    assert 100 < len(space.plans) <= MAX_PLANS
-    assert max(len(bucket) for bucket in space.plans[0].buckets) == 1
-    assert len(space.plans[-1].buckets) == 1
+@pytest.mark.parametrize("count", [900, 3000])
+def test_large_spaces_are_thinned(count: int) -> None:
+    """A model with too many plans or layers keeps some in every octave, the first and the last among them."""
+    space = space_of(*(1 + 7919 * index % 100_003 for index in range(count)), default=10**6)
+    assert 100 < len(space.thresholds) <= MAX_PLANS
+    assert space.buckets(space.thresholds[0]) == count
+    assert space.buckets(space.thresholds[-1]) == 1
+    assert all(after <= 1.03 * before + 1 for before, after in itertools.pairwise(space.thresholds) if before > 10**5)
+
+
+def test_the_largest_study_is_enumerated_soon() -> None:
+    """The plans of the most layers that a study may have take seconds of one processor, not minutes."""
+    start = time.process_time()
+    space_of(*(1 + 7919 * index % 4_000_037 for index in range(20_000)))
+    assert time.process_time() - start < 10
 
 
 def test_no_layers() -> None:

@@ -1,18 +1,24 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import pytest
-from support.service import AppTransport, Sweep, report, rows, spec
+from sqlalchemy import update
+from support.service import LEASE_S, AppTransport, Scripted, Sweep, report, rows, spec
 
+from dear_service import store
+from dear_service.models import StudyRow
 from dear_tune import Client
-from dear_tune.contract import Action
+from dear_tune.contract import Action, StudyState
+from dear_tune.tuning.history import Proposal
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from fastapi import FastAPI
+    from support.service import SetClock
 
     from dear_service.database import Database
 
@@ -47,6 +53,51 @@ def test_asking_at_once_starts_one_trial_each(replicas: list[Client]) -> None:
     assert [trial.number for trial in trials] == list(range(8))
     assert {trial.worker_id for trial in trials} == set(WORKERS)
     assert len({trial.parameters.threshold_bytes for trial in trials}) == 8
+
+
+def waiting(state: StudyState) -> Proposal:
+    """A proposal of nothing to measure."""
+    return Proposal(threshold_bytes=None, state=state, reason="nothing now")
+
+
+def test_an_old_proposal_does_not_end_a_study(
+    start: Callable[..., FastAPI], client: Client, database: Database, clock: SetClock
+) -> None:
+    """When a trial was started while a worker's request found nothing left to try, the request starts over."""
+    client.create_study(spec())
+
+    def start_another() -> None:
+        with database.write() as session:
+            running = {"number": 0, "threshold_bytes": 20_000, "worker_id": "quick"}
+            store.add_trial(session, 1, **running, until=clock.now + timedelta(seconds=LEASE_S), now=clock.now)
+
+    method = Scripted(
+        (start_another, waiting(StudyState.CONVERGED)),
+        (lambda: None, waiting(StudyState.EXPLORING)),
+    )
+    slow = Client("http://service", attempts=1, transport=AppTransport(start(new_optimizer=lambda _: method)))
+    assert slow.suggest("digits", "slow").recommendation.study.state is StudyState.EXPLORING
+    study = client.study("digits")
+    assert (study.state, study.trials.running) == (StudyState.EXPLORING, 1)
+
+
+@pytest.mark.parametrize("threshold_bytes", [None, 5_000])
+def test_an_old_proposal_does_not_reopen_a_study(
+    start: Callable[..., FastAPI], client: Client, database: Database, threshold_bytes: int | None
+) -> None:
+    """When a study has converged while a worker's request went on with it, the worker is told that it is done."""
+    client.create_study(spec())
+
+    def converge() -> None:
+        with database.write() as session:
+            session.execute(update(StudyRow).values(state=StudyState.CONVERGED))
+
+    old = Proposal(threshold_bytes=threshold_bytes, state=StudyState.EXPLORING, reason="one more")
+    method = Scripted((converge, old))
+    slow = Client("http://service", attempts=1, transport=AppTransport(start(new_optimizer=lambda _: method)))
+    assert slow.suggest("digits", "slow").action is Action.DONE
+    assert client.study("digits").state is StudyState.CONVERGED
+    assert list(client.trials("digits")) == []
 
 
 def test_one_worker_asking_many_times_at_once_starts_one_trial(replicas: list[Client]) -> None:

@@ -8,6 +8,7 @@ import pytest
 from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
+from alembic.util import CommandError
 from sqlalchemy import event, inspect, text
 from support.service import report, spec
 
@@ -86,6 +87,17 @@ def test_a_newer_schema_is_refused(empty: Database) -> None:
     with empty.write() as session:
         session.execute(text(f"UPDATE {schema.VERSION_TABLE} SET version_num = '9999'"))
     with pytest.raises(ConfigurationError, match="newer dear-tune"):
+        schema.upgrade(empty)
+
+
+def test_only_an_unknown_revision_is_a_newer_one(empty: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any other trouble with the migrations is shown as what it is."""
+
+    def fail(*_: object) -> None:
+        raise CommandError("Multiple head revisions are present")
+
+    monkeypatch.setattr(command, "upgrade", fail)
+    with pytest.raises(CommandError, match="Multiple head"):
         schema.upgrade(empty)
 
 

@@ -44,6 +44,7 @@ def _trial(client: Client) -> None:
         "1e999",
         "-0.1",
         "0",
+        "1e-300",
         "true",
         '"0.1"',
         "null",
@@ -57,7 +58,7 @@ def _trial(client: Client) -> None:
 def test_a_time_that_is_none_is_refused_by_its_place(
     http: httpx.Client, client: Client, database: Database, value: str
 ) -> None:
-    """What is no positive, finite number of seconds gets 422 naming it, changes no row, and stops nothing."""
+    """What is no number of seconds from 1e-9 to 86,400 gets 422 naming it, changes no row, and stops nothing."""
     before = rows(database)
     answer = http.post(f"{TRIAL}/0:report", content=REPORT % value, headers={"Content-Type": "application/json"})
     problem = refused(answer)
@@ -123,7 +124,9 @@ def test_a_malformed_request_changes_nothing(
         ({"layers": [{"name": "a", "bytes": True}]}, "layers[0].bytes"),
         ({"layers": [{"name": "a", "bytes": 10**30}]}, "layers[0].bytes"),
         ({"fingerprint": None}, "fingerprint"),
+        ({"layers": [{"name": "a", "bytes": 1, "dtpye": "float16"}]}, "layers[0].dtpye"),
         ({"fingerprint": STUDY["fingerprint"] | {"world_size": 0}}, "fingerprint.world_size"),
+        ({"fingerprint": STUDY["fingerprint"] | {"wordl_size": 2}}, "fingerprint.wordl_size"),
         ({"max_trials": 10**9}, "max_trials"),
         ({"seed": "1"}, "seed"),
         ({"treshold": 1}, "treshold"),

@@ -1,18 +1,25 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING
 
 import pytest
 
+from dear_service import Settings, create_app
+from dear_service.cli import _Server
 from dear_tune import Client
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
     from pathlib import Path
 
-COMMAND = [sys.executable, "-c", "import typer; from dear_service.cli import serve; typer.run(serve)"]
+    from fastapi import FastAPI
+
+COMMAND = [sys.executable, "-m", "dear_tune", "serve"]
 
 
 def serve(folder: Path, *arguments: str) -> subprocess.Popen[str]:
@@ -38,6 +45,22 @@ def test_a_service_answers_where_it_says_and_ends_in_peace(tmp_path: Path, numbe
         _, errors = service.communicate()
     assert (service.returncode, errors) == (0, "")
     assert (tmp_path / "dear-tune.db").exists()
+
+
+def test_a_service_that_cannot_start_is_not_ready(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A service whose application fails at its start says nothing of being ready."""
+    app = create_app(Settings(database_url=f"sqlite:///{tmp_path}/studies.db"))
+
+    @asynccontextmanager
+    async def fail(_: FastAPI) -> AsyncIterator[None]:
+        raise RuntimeError("no start")
+        yield
+
+    app.router.lifespan_context = fail
+    with socket.create_server(("127.0.0.1", 0)) as listener, suppress(SystemExit):
+        _Server(app, listener).run(sockets=[listener])
+    app.state.context.database.close()
+    assert "ready" not in capfd.readouterr().out
 
 
 def test_a_busy_port_is_named(tmp_path: Path) -> None:

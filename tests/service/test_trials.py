@@ -7,7 +7,16 @@ from sqlalchemy import insert
 from support.service import LEASE_S, report, rows, spec
 
 from dear_service.models import TrialRow
-from dear_tune.contract import Action, Failure, Instruction, StudyState, Trial, TrialState
+from dear_tune.contract import (
+    LONGEST_ITERATION_S,
+    SHORTEST_ITERATION_S,
+    Action,
+    Failure,
+    Instruction,
+    StudyState,
+    Trial,
+    TrialState,
+)
 from dear_tune.errors import ConflictError, NotFoundError
 
 if TYPE_CHECKING:
@@ -117,6 +126,17 @@ def test_the_last_report_twice_gives_the_same_next_trial(client: Client) -> None
     first = client.report("digits", 0, report(1))
     assert client.report("digits", 0, report(1)) == first
     assert [trial.number for trial in client.trials("digits")] == [0, 1]
+
+
+def test_any_measurements_leave_every_answer_standing(client: Client) -> None:
+    """Times as far apart as a report admits, on the default and on the incumbent, break no answer about the study."""
+    extreme = (SHORTEST_ITERATION_S, LONGEST_ITERATION_S) * 2
+    for _ in range(4):
+        client.report("digits", start(client).number, report(times_s=extreme))
+    assert [study.trials.completed for study in client.studies()] == [4]
+    assert client.study("digits").gain is not None
+    assert client.recommendation("digits").parameters.threshold_bytes == 20_000
+    assert all(trial.iteration_time for trial in client.trials("digits", state=TrialState.COMPLETED))
 
 
 def test_other_measurements_under_a_known_sequence_are_refused(client: Client, database: Database) -> None:

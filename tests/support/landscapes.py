@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dear_tune.contract import DEFAULT_THRESHOLD_BYTES, Fingerprint, Layer, StudySpec, TrialState
-from dear_tune.fusion import FusionPlan, PlanSpace
+from dear_tune.fusion import FusionPlan, PlanSpace, fuse
 from dear_tune.tuning.history import Observation, Optimizer
 
 FINGERPRINT = Fingerprint(world_size=2, backend="gloo", device="cpu", dtype="float32")
@@ -45,28 +45,38 @@ def tune(
 
 @dataclass(frozen=True, kw_only=True)
 class Landscape:
-    """The true iteration time of each plan, in seconds."""
+    """The true iteration time of each plan, in seconds, and the noise around it.
+
+    Attributes:
+        spread: the standard deviation of a trial's iterations, as a share of the iteration time.
+        drift: that of the trials of one plan, which no number of iterations averages out.
+    """
 
     space: PlanSpace
     times_s: tuple[float, ...]
+    spread: float = 0.05
+    drift: float = 0.0
 
     def slowdown(self, threshold_bytes: int) -> float:
         """How much slower than the best plan, as a share."""
         return self.times_s[self.space.index(threshold_bytes)] / min(self.times_s) - 1
 
     def measure(self, threshold_bytes: int, rng: np.random.Generator, *, iterations: int = 20) -> tuple[float, ...]:
-        """Lognormal noise of 5 %, and one iteration in fifty half as slow again."""
-        times = self.times_s[self.space.index(threshold_bytes)] * np.exp(rng.normal(0, 0.05, iterations))
-        return tuple(float(time) for time in np.where(rng.random(iterations) < 0.02, 1.5 * times, times))
+        """Lognormal noise, and one iteration in fifty half as slow again."""
+        time = self.times_s[self.space.index(threshold_bytes)] * np.exp(rng.normal(0, self.drift))
+        times = time * np.exp(rng.normal(0, self.spread, iterations))
+        return tuple(float(each) for each in np.where(rng.random(iterations) < 0.02, 1.5 * times, times))
 
 
 def transformer(alpha_s: float, beta_s_per_byte: float) -> Landscape:
     """A transformer of 38 MB on a network whose all-reduce costs alpha + beta * bytes, trained on the DeAR schedule."""
     block = (2048, 789_504, 263_168, 2048, 1_052_672, 1_049_600)
     sizes = (512 * 4096, 131_072, *(block * 8), 2048)
-    space = space_of(*sizes)
+    spec = spec_of(*sizes)
+    space = PlanSpace.of(spec)
+    plans = [fuse(spec.layers, threshold) for threshold in space.thresholds]
     compute = np.sqrt(sizes) / np.sum(np.sqrt(sizes))
-    times = [_pipeline(plan, sizes, 0.03 * compute, alpha_s / 2, beta_s_per_byte / 2) for plan in space.plans]
+    times = [_pipeline(plan, sizes, 0.03 * compute, alpha_s / 2, beta_s_per_byte / 2) for plan in plans]
     return Landscape(space=space, times_s=tuple(times))
 
 

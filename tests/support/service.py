@@ -13,7 +13,7 @@ from dear_tune.contract import Fingerprint, Layer, Report, StudySpec, StudyState
 from dear_tune.tuning.history import Proposal
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from fastapi import FastAPI
 
@@ -69,8 +69,26 @@ class Sweep:
             running = any(observation.state is TrialState.RUNNING for observation in history)
             state = StudyState.EXPLORING if running else StudyState.CONVERGED
             return Proposal(threshold_bytes=None, state=state, reason="the budget is used up")
-        plan = self._study.space.plans[len(history) % len(self._study.space.plans)]
-        return Proposal(threshold_bytes=plan.threshold_bytes, state=StudyState.EXPLORING, reason="one after another")
+        thresholds = self._study.space.thresholds
+        threshold = thresholds[len(history) % len(thresholds)]
+        return Proposal(threshold_bytes=threshold, state=StudyState.EXPLORING, reason="one after another")
+
+
+class Scripted:
+    """A tuning method that proposes what it is told to, one after another, and lets something happen meanwhile.
+
+    Args:
+        steps: what happens while it thinks, and what it then proposes.
+    """
+
+    def __init__(self, *steps: tuple[Callable[[], object], Proposal]) -> None:
+        self._steps = iter(steps)
+
+    def suggest(self, _: Sequence[Observation]) -> Proposal:
+        """The next proposal."""
+        happen, proposal = next(self._steps)
+        happen()
+        return proposal
 
 
 def spec(**changes: Any) -> StudySpec:

@@ -57,6 +57,16 @@ def test_default_and_winner_are_measured_again() -> None:
     assert thresholds.count(winner) == 2
 
 
+def test_a_doubtful_winner_is_measured_four_times() -> None:
+    """Default and winner are measured in turn, up to four times each, while it is open which one is faster."""
+    winner = SPACE.thresholds[SPACE.index(2 * MIB)]
+    times_s = {size: [0.2] * 20 for size in SPACE.thresholds} | {winner: [0.0985] * 20, DEFAULT: [0.1] * 20}
+    others = [size for size in SPACE.thresholds if SPACE.index(size) not in {SPACE.index(DEFAULT), SPACE.index(winner)}]
+    start = [completed(size, *times_s[size]) for size in (DEFAULT, winner, *others)]
+    history = tune(optimizer(max_trials=200), lambda size: times_s[size], start=start)
+    assert [each.threshold_bytes for each in history[len(start) :]] == [DEFAULT, winner] * 3
+
+
 def test_a_winning_default_needs_no_confirmation() -> None:
     """When the default wins, nothing is measured twice."""
     thresholds = [
@@ -85,6 +95,30 @@ def test_two_workers_share_the_confirmation() -> None:
     assert asked[2] is None
 
 
+def test_the_rest_of_the_budget_is_named() -> None:
+    """A study that keeps its last trials for the confirmation says so, and not that they are used up."""
+    history = tune(optimizer(max_trials=6), valley)
+    reasons = [optimizer(max_trials=6).suggest(history[:count]).reason for count in (4, 6)]
+    assert reasons[0] == "confirming the default: 4 of 6 trials are used, the rest is kept to confirm a winner"
+    assert reasons[1] == "the 6 trials of the budget are used up"
+
+
+def test_a_plan_that_silences_workers_is_left_alone() -> None:
+    """A plan whose workers fell silent twice is not proposed a third time."""
+    start = [completed(DEFAULT, *valley(DEFAULT))]
+    plan = optimizer().suggest(start).threshold_bytes
+    assert plan is not None
+    stale = Observation(threshold_bytes=plan, state=TrialState.STALE)
+    assert optimizer().suggest([*start, stale]).threshold_bytes == plan
+    assert optimizer().suggest([*start, stale, stale]).threshold_bytes not in {None, plan}
+
+
+def test_the_default_is_tried_again_and_again() -> None:
+    """However many workers fell silent over the default, the next one measures it: jobs die at their start."""
+    stale = Observation(threshold_bytes=DEFAULT, state=TrialState.STALE)
+    assert optimizer().suggest([stale] * 5).threshold_bytes == DEFAULT
+
+
 def test_a_failed_default_gets_a_second_chance() -> None:
     """A default whose first trial failed is measured before the study ends: without it nothing can be compared."""
     failed = Observation(threshold_bytes=DEFAULT, state=TrialState.FAILED)
@@ -107,13 +141,13 @@ def test_the_spread_lists_every_plan_once() -> None:
     """The warm-up's order begins with the default and leaves no plan out."""
     order = list(spread(SPACE, seed=5))
     assert order[0] == SPACE.index(DEFAULT)
-    assert sorted(order) == list(range(len(SPACE.plans)))
+    assert sorted(order) == list(range(len(SPACE.thresholds)))
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_spread_is_even(seed: int) -> None:
     """Four points of the spread leave no gap of half the octaves between them."""
-    octaves = np.log2([float(plan.threshold_bytes) for plan in SPACE.plans])
+    octaves = np.log2(SPACE.thresholds)
     points = sorted(octaves[plan] for plan in list(spread(SPACE, seed=seed))[1:5])
     assert max(np.diff(points)) < 0.55 * (octaves[-1] - octaves[0])
 
@@ -121,7 +155,7 @@ def test_the_spread_is_even(seed: int) -> None:
 def test_pending_plans_push_others_away() -> None:
     """A plan next to one that is being measured promises less than it would alone."""
     space = space_of(*[MIB] * 64, default=8 * MIB)
-    times = {space.index(size * MIB): valley(size * MIB) for size in (1, 8, 64)}
+    times = {space.index(size * MIB): (tuple(valley(size * MIB)),) for size in (1, 8, 64)}
     alone = Surrogate(space, times).expected_improvement([space.index(3 * MIB)])
     beside = Surrogate(space, times, pending=[space.index(2 * MIB)]).expected_improvement([space.index(3 * MIB)])
     assert beside < alone

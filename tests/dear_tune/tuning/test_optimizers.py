@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.landscapes import completed, space_of, transformer, tune
 
-from dear_tune.contract import StudyState, TrialState
+from dear_tune.contract import LONGEST_ITERATION_S, SHORTEST_ITERATION_S, StudyState, TrialState
 from dear_tune.fusion import PlanSpace
 from dear_tune.tuning.gp import GaussianProcessOptimizer
 from dear_tune.tuning.history import Observation, Optimizer
+from dear_tune.tuning.summary import summarize
 
 MakeOptimizer = Callable[..., Optimizer]
 
@@ -117,7 +118,7 @@ def test_20_asks_give_as_many_plans_as_there_are(make: MakeOptimizer) -> None:
     """When the plans run out before the workers, each plan is handed out once."""
     space = space_of(1, 1, 1, default=3)
     asked = ask_all(make(space, seed=0, max_trials=30), [], most=20)
-    assert sorted(plans(space, asked)) == list(range(len(space.plans)))
+    assert sorted(plans(space, asked)) == list(range(len(space.thresholds)))
 
 
 def test_asks_during_exploration_give_different_plans(make: MakeOptimizer) -> None:
@@ -193,7 +194,7 @@ def test_two_plans(make: MakeOptimizer) -> None:
 def test_1000_plans(make: MakeOptimizer) -> None:
     """A large space is searched as a small one is: in far fewer trials than it has plans."""
     space = space_of(*(1 + 37 * index % 1009 for index in range(1000)), default=10_000)
-    assert len(space.plans) > 300
+    assert len(space.thresholds) > 300
     history = tune(make(space, seed=0, max_trials=30), lambda size: [0.1 + 0.001 * abs(np.log2(size / 5000))] * 20)
     assert len(history) <= 30
 
@@ -217,16 +218,20 @@ def test_constant_times_end_the_study(make: MakeOptimizer) -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(
-    times=st.lists(st.floats(1e-6, 80_000), min_size=1, max_size=12),
+    trials_s=st.lists(
+        st.lists(st.floats(SHORTEST_ITERATION_S, LONGEST_ITERATION_S), min_size=1, max_size=4), min_size=1, max_size=12
+    ),
+    sizes=st.lists(st.integers(1, 18 * MIB), min_size=12, max_size=12),
     states=st.lists(st.sampled_from(TrialState), min_size=1, max_size=12),
 )
-def test_any_history_gives_an_answer(times: list[float], states: list[TrialState]) -> None:
+def test_any_history_gives_an_answer(trials_s: list[list[float]], sizes: list[int], states: list[TrialState]) -> None:
     """Whatever the trials' states and times, the proposal is a free plan or a reason to have none."""
     space = space_of(*SIX_LAYERS, default=4 * MIB)
     history = [
-        Observation(threshold_bytes=index * MIB + 1, state=state, iteration_times_s=(time,))
-        for index, (time, state) in enumerate(zip(times, states, strict=False))
+        Observation(threshold_bytes=size, state=state, iteration_times_s=tuple(times_s))
+        for size, times_s, state in zip(sizes, trials_s, states, strict=False)
     ]
     proposal = GaussianProcessOptimizer(space, seed=0, max_trials=30).suggest(history)
     assert proposal.reason
+    assert summarize(space, history).reason
     assert proposal.threshold_bytes is None or 1 <= proposal.threshold_bytes <= 18 * MIB

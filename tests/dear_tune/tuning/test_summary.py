@@ -26,16 +26,41 @@ def test_only_failures() -> None:
 
 
 def test_a_clear_winner_is_recommended() -> None:
-    """A plan that is faster beyond doubt is the incumbent and the recommendation."""
-    summary = summarize(SPACE, [completed(4, *[0.1] * 20), completed(2, *[0.08] * 20)])
+    """A plan that is faster beyond doubt, also when measured again, is the incumbent and the recommendation."""
+    summary = summarize(SPACE, [completed(4, *[0.1] * 20), completed(2, *[0.08] * 20)] * 2)
     assert (summary.incumbent_index, summary.threshold_bytes) == (1, 2)
     assert summary.gain is not None
     assert summary.gain.fraction == pytest.approx(0.2)
+    assert summary.reason == "the incumbent: of the default's iteration time it saves 20.0 % (17.5 % to 22.4 %)"
+
+
+def test_an_unconfirmed_winner_is_not_recommended() -> None:
+    """However fast a plan was once, jobs keep the default until it has been as fast again."""
+    summary = summarize(SPACE, [completed(4, *[0.1] * 20), completed(2, *[0.05] * 20), completed(4, *[0.1] * 20)])
+    assert (summary.incumbent_index, summary.threshold_bytes) == (1, 4)
+    assert summary.reason == "the default: the incumbent's gain of 50.0 % is not confirmed by second trials"
+
+
+def test_only_later_trials_prove_a_gain() -> None:
+    """The trial by which a winner was found does not count: its luck would decide."""
+    found = [completed(4, *[0.12] * 20), completed(2, *[0.06] * 20)]
+    summary = summarize(SPACE, [*found, completed(4, *[0.1] * 20), completed(2, *[0.1] * 20)])
+    assert summary.gain is not None
+    assert (summary.gain.fraction, summary.threshold_bytes) == (0, 4)
+
+
+def test_a_proven_winner_stays_until_another_is_proven() -> None:
+    """A plan that looks even faster does not take the recommendation back to the default."""
+    proven = [completed(4, *[0.1] * 20), completed(2, *[0.08] * 20)] * 2
+    summary = summarize(SPACE, [*proven, completed(1, *[0.05] * 20)])
+    assert (summary.incumbent_index, summary.threshold_bytes) == (1, 2)
+    both = summarize(SPACE, [*proven, *[completed(1, *[0.05] * 20)] * 2])
+    assert (both.incumbent_index, both.threshold_bytes) == (4, 1)
 
 
 def test_a_doubtful_winner_is_not_recommended() -> None:
     """A plan faster by less than the noise is the incumbent, but jobs keep the default (byteps 339, 241)."""
-    summary = summarize(SPACE, [completed(4, 0.10, 0.12, 0.11), completed(2, 0.09, 0.12, 0.10)])
+    summary = summarize(SPACE, [completed(4, 0.10, 0.12, 0.11), completed(2, 0.09, 0.12, 0.10)] * 2)
     assert (summary.incumbent_index, summary.threshold_bytes) == (1, 4)
     assert "within the noise" in summary.reason
 
@@ -58,7 +83,8 @@ def test_without_a_default_nothing_is_recommended() -> None:
 def test_trials_of_one_plan_are_pooled() -> None:
     """Thresholds that fuse alike share their measurements, and the first trial stands for them."""
     space = space_of(10, 10, 10, default=30)
-    summary = summarize(space, [completed(30, *[0.2] * 5), completed(12, *[0.1] * 5), completed(17, *[0.1] * 5)])
+    default = completed(30, *[0.2] * 5)
+    summary = summarize(space, [default, completed(12, *[0.1] * 5), completed(17, *[0.1] * 5), default])
     assert summary.incumbent is not None
     assert summary.incumbent.iterations == 10
     assert (summary.incumbent_index, summary.threshold_bytes) == (1, 12)
