@@ -87,7 +87,7 @@ class Database:
 def _understood(text: str) -> URL:
     try:
         url = make_url(text)
-    except ArgumentError as error:
+    except (ArgumentError, ValueError) as error:  # the latter for a port that is no number
         raise ConfigurationError(
             "The database URL is not understood. It looks like sqlite:///file.db, "
             "or like postgresql://user:password@host/name."
@@ -98,6 +98,10 @@ def _understood(text: str) -> URL:
         raise ConfigurationError(f"The service keeps its studies in sqlite or postgresql, not in {url.drivername}.")
     if url.database in {None, "", ":memory:"}:
         raise ConfigurationError("SQLite needs a file, such as sqlite:///dear-tune.db: memory would forget the trials.")
+    if url.host or url.query:
+        raise ConfigurationError(
+            "SQLite takes a file and nothing else: sqlite:///file.db, or sqlite:////a/whole/path.db."
+        )
     return url
 
 

@@ -109,13 +109,14 @@ def test_a_ready_service_says_so(http: httpx.Client) -> None:
 def test_a_service_without_its_database_is_alive_but_not_ready(
     http: httpx.Client, database: Database, request: pytest.FixtureRequest
 ) -> None:
-    """When the database is taken away, readiness answers 503 and liveness 200."""
+    """When the database is taken away, nothing is acknowledged any more: all answer 503, but for liveness."""
     if database.is_sqlite:
         Path(str(database.url.database)).unlink()
     else:
         postgres: Postgres = request.getfixturevalue("postgres")
         postgres.drop(str(database.url.database))
-        assert http.get("/v1/studies").status_code == 503
+    assert http.get("/v1/studies").status_code == 503
+    assert http.post("/v1/studies", json=spec().model_dump(mode="json")).status_code == 503
     answer = http.get("/readyz")
     assert (answer.status_code, answer.headers["content-type"]) == (503, "application/problem+json")
     assert http.get("/livez").status_code == 200
@@ -177,6 +178,9 @@ def test_moments_are_in_utc(database: Database, client: Client) -> None:
         ("sqlite:///:memory:", "needs a file"),
         ("mysql://host/name", "sqlite or postgresql, not in mysql"),
         ("not a url", "not understood"),
+        ("postgresql://user:word@host:port/name", "not understood"),
+        ("sqlite://host/file.db", "a file and nothing else"),
+        ("sqlite:///file.db?mode=memory&uri=true", "a file and nothing else"),
     ],
 )
 def test_an_unusable_url_is_refused(url: str, message: str) -> None:

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-from fastapi import Depends, Path, Query, Request
+from fastapi import Depends, HTTPException, Path, Query, Request
 
 from dear_service.context import Context
 
 if TYPE_CHECKING:
     from fastapi.routing import APIRoute
 
-__all__ = ["AfterNumber", "BeforeId", "ContextOf", "PageSize", "StudyPath", "TrialNumber", "operation_id"]
+__all__ = [
+    "AfterNumber",
+    "BeforeId",
+    "ContextOf",
+    "DatabaseThere",
+    "PageSize",
+    "StudyPath",
+    "TrialNumber",
+    "operation_id",
+]
 
 _MAX_ID = 2**63 - 1
 _MAX_NUMBER = 2**31 - 1
@@ -28,6 +37,14 @@ def _context(request: Request) -> Context:
 
 
 ContextOf = Annotated[Context, Depends(_context)]
+
+
+async def _require_database(context: ContextOf) -> None:
+    if context.database.is_lost:  # its open connections would take reports that nobody ever finds again
+        raise HTTPException(503, "The database's file is gone. Restore it, or start the service anew.")
+
+
+DatabaseThere = Depends(_require_database)
 StudyPath = Annotated[str, Path(max_length=128, pattern=r"^[^\x00]+$", description="The study's name.")]
 TrialNumber = Annotated[int, Path(ge=0, le=_MAX_NUMBER, description="The trial's number.")]
 PageSize = Annotated[int, Query(ge=1, le=1000, description="How many to answer at most.")]

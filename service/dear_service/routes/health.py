@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, HTTPException
 
-from dear_service.routes.dependencies import ContextOf, operation_id
+from dear_service.routes.dependencies import ContextOf, DatabaseThere, operation_id
 from dear_service.schema import current_revision, head_revision
 from dear_tune import __version__
 from dear_tune.contract import Health
@@ -20,11 +20,9 @@ async def get_liveness(context: ContextOf) -> Health:
     return Health(status="ok", version=__version__, time=context.clock())
 
 
-@router.get("/readyz")
+@router.get("/readyz", dependencies=[DatabaseThere])
 def get_readiness(context: ContextOf) -> Health:
     """The database answers too, with the schema that this version works with."""
-    if context.database.is_lost:
-        raise HTTPException(503, "The database's file is gone.")
     with context.database.read() as session:
         revision = current_revision(session.connection())
     if revision != head_revision():

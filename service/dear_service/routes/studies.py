@@ -6,13 +6,17 @@ from fastapi import APIRouter, Response, status
 
 from dear_service import studies
 from dear_service.bodies import JsonRoute
-from dear_service.routes.dependencies import BeforeId, ContextOf, PageSize, StudyPath, operation_id
+from dear_service.routes.dependencies import BeforeId, ContextOf, DatabaseThere, PageSize, StudyPath, operation_id
 from dear_tune.contract import Recommendation, Study, StudyPage, StudySpec
 
 __all__ = ["router"]
 
 router = APIRouter(
-    prefix="/v1/studies", tags=["studies"], route_class=JsonRoute, generate_unique_id_function=operation_id
+    prefix="/v1/studies",
+    tags=["studies"],
+    route_class=JsonRoute,
+    generate_unique_id_function=operation_id,
+    dependencies=[DatabaseThere],
 )
 
 

@@ -6,14 +6,26 @@ from fastapi import APIRouter
 
 from dear_service import trials
 from dear_service.bodies import JsonRoute
-from dear_service.routes.dependencies import AfterNumber, ContextOf, PageSize, StudyPath, TrialNumber, operation_id
+from dear_service.routes.dependencies import (
+    AfterNumber,
+    ContextOf,
+    DatabaseThere,
+    PageSize,
+    StudyPath,
+    TrialNumber,
+    operation_id,
+)
 from dear_service.suggesting import suggest
 from dear_tune.contract import Failure, Instruction, Report, SuggestRequest, Trial, TrialDetail, TrialPage, TrialState
 
 __all__ = ["router"]
 
 router = APIRouter(
-    prefix="/v1/studies/{study}", tags=["trials"], route_class=JsonRoute, generate_unique_id_function=operation_id
+    prefix="/v1/studies/{study}",
+    tags=["trials"],
+    route_class=JsonRoute,
+    generate_unique_id_function=operation_id,
+    dependencies=[DatabaseThere],
 )
 
 
