@@ -92,13 +92,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # As an optimizer that is restored from a pickle sets itself up, without parameter groups of its own.
         self.__setstate__({"defaults": optimizer.defaults})
         self._channel = Channel(group)
-        settings = _agree(self._channel, layers, list(model.buffers()), wanted)
-        self._frozen = _frozen_parameters(optimizer)
-        self._collectives = collectives_for(group, device, self._channel)
-        self._schedule = Schedule(layers, optimizer, self._collectives, settings.threshold_bytes)
-        self._threshold_bytes = settings.threshold_bytes
-        self._timer = IterationTimer(clock_for(device))
         try:
+            settings = _agree(self._channel, layers, list(model.buffers()), wanted)
+            self._frozen = _frozen_parameters(optimizer)
+            self._collectives = collectives_for(group, device, self._channel)
+            self._schedule = Schedule(layers, optimizer, self._collectives, settings.threshold_bytes)
+            self._threshold_bytes = settings.threshold_bytes
+            self._timer = IterationTimer(clock_for(device))
             barrier.attach(model, self)
         except UnsupportedError:
             self._channel.close()
