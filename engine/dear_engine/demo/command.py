@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -65,14 +65,14 @@ def demo(
 
 
 def _run(console: Console, database_url: str, study: str, trials: int, rate_mbit: int | None) -> TrainingResult:
-    with ended_by_signals(), ExitStack() as stack:
+    with ended_by_signals() as check, ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="dear-tune-demo-")))
         hosts = stack.enter_context(_hosts(console, rate_mbit))
-        url = stack.enter_context(_service(database_url, folder))
+        url = stack.enter_context(_service(database_url, folder, check))
         client = stack.enter_context(Client(url))
         ranks = stack.enter_context(_ranks(hosts, url, study, trials, folder))
         console.print(f"Tuning service: {url}\nTrials are kept in: {database_url}\nStudy: {study}", soft_wrap=True)
-        _follow(console, client, study, trials, ranks)
+        _follow(console, client, study, trials, ranks, check)
         result = TrainingResult(**json.loads((folder / "result.json").read_text()))
         print_report(console, client, study, result)
         return result
@@ -103,17 +103,18 @@ def _hosts(console: Console, rate_mbit: int | None) -> Iterator[tuple[Host, Host
 
 
 @contextmanager
-def _service(database_url: str, folder: Path) -> Iterator[str]:
+def _service(database_url: str, folder: Path, check: Callable[[], None]) -> Iterator[str]:
     """A service on a free loopback port; its URL."""
     log = folder / "service.log"
     command = [sys.executable, "-m", "dear_tune", "serve", "--port", "0", "--database-url", database_url]
     with log.open("wb") as output, child(command, output=output) as process:
-        yield _ready_url(process, log)
+        yield _ready_url(process, log, check)
 
 
-def _ready_url(process: subprocess.Popen[bytes], log: Path) -> str:
+def _ready_url(process: subprocess.Popen[bytes], log: Path, check: Callable[[], None]) -> str:
     deadline = time.monotonic() + _START_TIMEOUT_S
     while time.monotonic() < deadline and process.poll() is None:
+        check()
         for line in log.read_text().splitlines():
             if "service ready at " in line:
                 return line.rpartition(" ")[2]
@@ -157,13 +158,16 @@ def _free_port(address: str) -> int:
         return port
 
 
-def _follow(console: Console, client: Client, study: str, trials: int, ranks: Sequence[_Rank]) -> None:
+def _follow(
+    console: Console, client: Client, study: str, trials: int, ranks: Sequence[_Rank], check: Callable[[], None]
+) -> None:
     """Show progress until all ranks have ended well."""
     deadline = time.monotonic() + _RUN_TIMEOUT_S
     columns = (TextColumn("{task.fields[phase]}"), BarColumn(), TextColumn("{task.completed}/{task.total} trials"))
     with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
         task = progress.add_task("demo", total=trials, phase="starting two ranks")
         while any(rank.process.poll() is None for rank in ranks):
+            check()
             _raise_if_failed(ranks)
             if time.monotonic() > deadline:
                 raise DearTuneError(f"The ranks did not end within {_RUN_TIMEOUT_S:.0f} s.\n{_tail(ranks[0].log)}")

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import IO
 
@@ -15,6 +15,7 @@ __all__ = ["child", "die_with_parent", "ended_by_signals"]
 
 _GRACE_S = 5.0
 _PR_SET_PDEATHSIG = 1
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @contextmanager
@@ -67,15 +68,27 @@ def _signal(process: subprocess.Popen[bytes], number: int) -> None:
 
 
 @contextmanager
-def ended_by_signals() -> Iterator[None]:
-    """Inside, SIGTERM and SIGHUP unwind the stack as Ctrl-C does, so that clean-up happens."""
+def ended_by_signals() -> Iterator[Callable[[], None]]:
+    """Inside, SIGINT, SIGTERM and SIGHUP unwind the stack, so that clean-up happens; further ones do not disturb it.
+
+    Yields:
+        A function that raises again what a signal has raised. Whoever waits calls it now and then: an exception that
+        comes in the middle of a fork, for one, is lost.
+    """
+    received: list[int] = []
+
+    def check() -> None:
+        if received:
+            raise KeyboardInterrupt if received[0] == signal.SIGINT else SystemExit(128 + received[0])
 
     def interrupt(number: int, _frame: object) -> None:
-        raise SystemExit(128 + number)
+        if not received:
+            received.append(number)
+            check()
 
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before = {number: signal.signal(number, interrupt) for number in _ENDING}
     try:
-        yield
+        yield check
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
