@@ -69,11 +69,11 @@ def _signal(process: subprocess.Popen[bytes], number: int) -> None:
 
 @contextmanager
 def ended_by_signals() -> Iterator[Callable[[], None]]:
-    """Inside, SIGINT, SIGTERM and SIGHUP unwind the stack, so that clean-up happens; further ones do not disturb it.
+    """Inside, SIGINT, SIGTERM and SIGHUP do nothing but take note; clean-up and the start of processes go undisturbed.
 
     Yields:
-        A function that raises again what a signal has raised. Whoever waits calls it now and then: an exception that
-        comes in the middle of a fork, for one, is lost.
+        A function that raises what the first of them stands for, KeyboardInterrupt or SystemExit. Whoever waits calls
+        it now and then: raised at any moment, it could come between a process's start and the note of its being there.
     """
     received: list[int] = []
 
@@ -81,12 +81,7 @@ def ended_by_signals() -> Iterator[Callable[[], None]]:
         if received:
             raise KeyboardInterrupt if received[0] == signal.SIGINT else SystemExit(128 + received[0])
 
-    def interrupt(number: int, _frame: object) -> None:
-        if not received:
-            received.append(number)
-            check()
-
-    before = {number: signal.signal(number, interrupt) for number in _ENDING}
+    before = {number: signal.signal(number, lambda number, _: received.append(number)) for number in _ENDING}
     try:
         yield check
     finally:
