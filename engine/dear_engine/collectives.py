@@ -113,7 +113,7 @@ class Channel:
             raise self._broken
         try:
             job()
-        except Exception as error:
+        except Exception as error:  # whatever it was: the ranks are no longer at the same collective
             self._broken = error
             raise
 
@@ -142,7 +142,7 @@ class _NativeWork(Work):
 def _as_ours() -> Iterator[None]:
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # backends raise what they like; this is the one place that maps it
         raise CommunicationError(
             f"A collective failed; another rank has probably stopped, its log says why. ({error})"
         ) from error

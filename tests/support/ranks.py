@@ -94,5 +94,5 @@ def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
             return
         try:
             pipe.send(function(*arguments))
-        except Exception:
+        except Exception:  # the test that asked is told, and the rank serves on
             pipe.send(_Failure(traceback.format_exc()))

@@ -128,14 +128,7 @@ def parity(model_name: str, optimizer_name: str, threshold_bytes: int, steps: in
 def ddp_losses(model_name: str, optimizer_name: str, steps: int) -> list[float]:
     """The losses of the same training on DistributedDataParallel."""
     model = nn.parallel.DistributedDataParallel(build(model_name, seed=0))
-    optimizer, losses = OPTIMIZERS[optimizer_name](model.parameters()), []
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss = loss_of(model, batches(step)[dist.get_rank()])
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    return _train(model, OPTIMIZERS[optimizer_name](model.parameters()), range(steps))
 
 
 def traffic(threshold_bytes: int, steps: int) -> dict[str, int]:
@@ -270,11 +263,15 @@ def resumed() -> tuple[str, str]:
         return uninterrupted, digest(other)
 
 
-def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+    losses = []
     for step in steps:
         optimizer.zero_grad()
-        loss_of(model, batches(step)[dist.get_rank()]).backward()
+        loss = loss_of(model, batches(step)[dist.get_rank()])
+        loss.backward()
         optimizer.step()
+        losses.append(loss.item())
+    return losses
 
 
 def one_rank_dies() -> None:
