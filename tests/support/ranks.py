@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from tempfile import TemporaryDirectory
 from typing import Any
 
 TIMEOUT_S = 120
+AFTER_A_FAILURE_S = 20  # for the other ranks, which may wait for the one that failed
 
 
 class RankError(Exception):
@@ -41,7 +43,7 @@ class RankPool:
             self._start()
         for pipe in self._pipes:
             pipe.send((function, arguments))
-        answers = [self._answer(rank) for rank in range(self.world_size)]
+        answers = self._answers()
         failures = [f"rank {rank}: {a.trace}" for rank, a in enumerate(answers) if isinstance(a, _Failure)]
         if failures:
             self.close()  # the ranks may be in the middle of different collectives
@@ -71,13 +73,26 @@ class RankPool:
             self._processes.append(process)
             self._pipes.append(ours)
 
-    def _answer(self, rank: int) -> Any:
-        try:
-            if self._pipes[rank].poll(TIMEOUT_S):
-                return self._pipes[rank].recv()
-        except EOFError:
-            return _Failure("the process has ended")
-        return _Failure(f"no answer within {TIMEOUT_S} s")
+    def _answers(self) -> list[Any]:
+        answers: dict[int, Any] = {}
+        deadline = time.monotonic() + TIMEOUT_S
+        while len(answers) < self.world_size:
+            waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in answers}
+            ready = wait(list(waiting), deadline - time.monotonic())
+            if not ready:
+                return [answers.get(rank, _Failure("no answer in time")) for rank in range(self.world_size)]
+            for pipe in ready:
+                answers[waiting[pipe]] = _received(pipe)
+            if any(isinstance(answer, _Failure) for answer in answers.values()):
+                deadline = min(deadline, time.monotonic() + AFTER_A_FAILURE_S)
+        return [answers[rank] for rank in range(self.world_size)]
+
+
+def _received(pipe: Connection) -> Any:
+    try:
+        return pipe.recv()
+    except EOFError:
+        return _Failure("the process has ended")
 
 
 def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:

@@ -11,7 +11,7 @@ import hashlib
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -105,8 +105,13 @@ def distance(model: nn.Module, reference: nn.Module) -> float:
 
 def digest(model: nn.Module) -> str:
     """Equal for bit-identical parameters."""
-    content = b"".join(p.detach().contiguous().numpy().tobytes() for p in model.parameters())
-    return hashlib.sha256(content).hexdigest()
+    return digest_of(model.parameters())
+
+
+def digest_of(tensors: Iterable[torch.Tensor]) -> str:
+    """Equal for bit-identical tensors, of whatever dtype."""
+    content = (t.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for t in tensors)
+    return hashlib.sha256(b"".join(content)).hexdigest()
 
 
 def parity(model_name: str, optimizer_name: str, threshold_bytes: int, steps: int) -> Outcome:
