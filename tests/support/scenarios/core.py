@@ -236,8 +236,11 @@ def wrapped(
     )
     try:
         yield distributed
-    finally:
-        distributed.close()
+    except BaseException:
+        with contextlib.suppress(DearTuneError):  # the first error tells more
+            distributed.close()
+        raise
+    distributed.close()
 
 
 def built(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
@@ -304,5 +307,5 @@ def _tensors(nested: Any) -> Iterator[torch.Tensor]:
     if isinstance(nested, torch.Tensor):
         yield nested
     elif isinstance(nested, Mapping):
-        for value in nested.values():
-            yield from _tensors(value)
+        for key in sorted(nested):  # ranks may have come to their states in different orders
+            yield from _tensors(nested[key])

@@ -1,0 +1,192 @@
+"""F: what happens while a run goes on: other thresholds, compilation, a single rank, faults."""
+
+from __future__ import annotations
+
+import os
+import signal
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from support.models import MODELS
+from support.scenarios.core import (
+    STEPS,
+    THRESHOLDS,
+    Batch,
+    Loud,
+    Setting,
+    adamw,
+    always,
+    plain_loss,
+    register,
+    scenario,
+    sgd,
+    twins,
+)
+from torch import nn
+
+from dear_tune.errors import CommunicationError
+
+
+@scenario(
+    "F1",
+    "the threshold changes after every step for twenty steps",
+    kinds={"three in turn": THRESHOLDS, "many": tuple(range(1, 4000, 200))},
+    world_sizes=(2, 3),
+    thresholds=(1500,),
+)
+def changing_threshold(setting: Setting, thresholds: Any) -> None:
+    with twins(setting, MODELS["Perceptron"], adamw) as pair:
+        for step in range(20):
+            pair.train([step])
+            pair.engine.optimizer.set_threshold(thresholds[step % len(thresholds)])
+        pair.check()
+
+
+@scenario("F2", "accumulation of two micro-batches over ten steps: a bucket serves both of its collectives")
+def accumulated(setting: Setting) -> None:
+    with twins(setting, MODELS["Perceptron"], adamw) as pair:
+        for step in range(10):
+            for side in pair:
+                side.optimizer.zero_grad()
+                with side.no_sync():
+                    side.backward(2 * step)
+                side.backward(2 * step + 1)
+                side.optimizer.step()
+        optimizer = pair.engine.optimizer
+        assert optimizer.traffic.reduce_scatters == optimizer.traffic.all_gathers == 10 * len(optimizer.plan.buckets)
+        pair.check()
+
+
+register(
+    "F3",
+    "a rank raises, or is killed, at step 3: the others raise within the process group's timeout",
+    loud=always(Loud(CommunicationError, "another rank")),
+    thresholds=(1500,),
+)
+
+
+def faulty(setting: Setting, fault: str) -> None:
+    """Train on a group with a short timeout, until the last rank raises and lingers, leaves, or is killed."""
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    with twins(setting, MODELS["Perceptron"], adamw, process_group=group) as pair:
+        for step in range(20):
+            if step == 3 and dist.get_rank() == dist.get_world_size() - 1:
+                _FAULTS[fault]()
+            pair.engine.train(step)
+
+
+def _raise() -> None:
+    lingering.append(RuntimeError("a mistake of the user's"))
+    raise lingering[0]  # with its traceback it keeps the engine, and so its connections
+
+
+lingering: list[Exception] = []
+_FAULTS = {"raises": _raise, "leaves": lambda: os._exit(1), "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL)}
+
+
+def _compiled_model(model: nn.Module) -> Any:
+    return torch.compile(model, backend="eager")
+
+
+def _compiled_forward(model: nn.Module) -> Any:
+    model.compile(backend="eager")
+    return model
+
+
+COMPILED = {
+    f"{name}, {when}": (compile_, when)
+    for name, compile_ in (("torch.compile", _compiled_model), ("Module.compile", _compiled_forward))
+    for when in ("before wrapping", "after wrapping", "after some steps")
+}
+
+
+@scenario("F4", "`torch.compile`, before and after the model is wrapped", kinds=COMPILED, thresholds=(1500,))
+def compiled(setting: Setting, kind: Any) -> None:
+    compile_, when = kind
+    torch.compiler.reset()
+
+    def build() -> nn.Module:
+        model = MODELS["Perceptron"]()
+        return compile_(model) if when == "before wrapping" else model
+
+    with twins(setting, build, adamw) as pair:
+        calls = {side.model: side.model for side in pair}
+        if when == "after wrapping":
+            calls = {model: compile_(model) for model in calls}
+        pair.train(range(3), lambda model, batch: plain_loss(calls[model], batch))
+        if when == "after some steps":
+            calls = {model: compile_(model) for model in calls}
+        pair.train(range(3, 6), lambda model, batch: plain_loss(calls[model], batch))
+        pair.check()
+
+
+@scenario("F4b", "a compiled function that uses a weight through a closure", thresholds=(1500,))
+def compiled_closure(setting: Setting) -> None:
+    torch.compiler.reset()
+
+    def build() -> nn.Module:
+        model = MODELS["Perceptron"]()
+        weight = model[0].weight
+        model.first = torch.compile(lambda x: nn.functional.linear(x, weight), backend="eager")
+        return model
+
+    def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+        return model[4](model[3](model[2](model.first(batch.x)))).square().mean()
+
+    with twins(setting, build, adamw) as pair:
+        pair.train(range(STEPS), loss)
+        pair.check()
+
+
+@scenario(
+    "F5",
+    "one rank alone: the plain optimizer to the last bit, on the same path, without communication",
+    kinds={name: MODELS[name] for name in ("Perceptron", "Functional", "Attention")},
+    world_sizes=(1,),
+)
+def alone(setting: Setting, build: Any) -> None:
+    with twins(setting, build, adamw) as pair:
+        pair.train(range(STEPS))
+        optimizer = pair.engine.optimizer
+        assert optimizer.traffic.reduce_scatters == STEPS * len(optimizer.plan.buckets)
+        assert optimizer.traffic.sent_bytes == 0
+        pair.check()
+        for mine, theirs in zip(pair.engine.model.parameters(), pair.oracle.model.parameters(), strict=True):
+            assert torch.equal(mine, theirs)
+
+
+def _large() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(256, 256) for _ in range(8))).float()  # 2 MB
+
+
+@scenario(
+    "F6",
+    "two hundred threshold changes: resident memory stays flat",
+    thresholds=(1500,),
+    kinds={"SGD": sgd, "AdamW": adamw},
+)
+def memory(setting: Setting, make: Any) -> None:
+    def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+        return model(batch.x.float().repeat(1, 22)[:, :256]).square().mean()
+
+    with twins(setting, _large, make) as pair:
+        sizes = []
+        for change in range(200):
+            pair.engine.train(change, loss)
+            pair.engine.optimizer.set_threshold(2**16 + 2**17 * (change % 12))
+            sizes.append(_resident_bytes())
+        assert sizes[-1] - sizes[50] < 8 * 2**20  # one set of buffers a change would make it 300 MB
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+register(
+    "F7",
+    "the tuning server is unreachable, dies, answers 500, late or garbage: training's numbers are those of an untuned run",
+    thresholds=(2**20,),
+)
