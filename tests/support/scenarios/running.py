@@ -187,6 +187,6 @@ def _resident_bytes() -> int:
 
 register(
     "F7",
-    "the tuning server is unreachable, dies, answers 500, late or garbage: training's numbers are those of an untuned run",
+    "the tuning server is unreachable, dies, answers 500, late or garbage: training goes on as if untuned",
     thresholds=(2**20,),
 )

@@ -60,8 +60,7 @@ def mixed_dtypes(setting: Setting) -> None:
 @scenario(
     "E1b",
     "single precision, alone and under autocast",
-    kinds={"plain": _plain, "autocast": _under_autocast},
-    world_sizes=(2, 3),
+    kinds={"plain": _plain, "autocast": _under_autocast},  # not on three ranks: a third is inexact in bfloat16
 )
 def single_precision(setting: Setting, loss: Any) -> None:
     follow(setting, _in_single_precision, sgd, loss=loss)
