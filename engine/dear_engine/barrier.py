@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch.utils._pytree import tree_leaves
 
-from dear_tune.errors import StaleParameterError, UnsupportedError
+from dear_tune.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -66,14 +66,12 @@ class _Behind:
         kwargs = kwargs or {}
         if func in _LOOKS_AT_NO_VALUE:
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[misc] # the parameter's own
-        waiting = [each for each in tree_leaves((args, kwargs)) if isinstance(each, _Behind)]
-        if not waiting:
-            raise StaleParameterError(
-                f"{getattr(func, '__name__', func)} was given a parameter whose update is pending in a way that "
-                "dear_engine cannot follow. Call optimizer.synchronize() after step()."
-            )
-        for each in waiting:
-            type(each)._dear_barrier.read(each)
+        leaves = [(each, type(each)) for each in tree_leaves((args, kwargs))]
+        waiting = [(each, behind) for each, behind in leaves if issubclass(behind, _Behind)]
+        for parameter, behind in waiting:
+            behind._dear_barrier.read(parameter)
+        if not waiting:  # it came inside something that cannot be looked into, or another thread was faster
+            cls._dear_barrier.read_all()
         return func(*args, **kwargs)
 
     # In Python these begin with the object's class.
@@ -91,10 +89,12 @@ class ReadBarrier:
 
     Args:
         update: brings a parameter up to date; called before a read, from whichever thread reads.
+        update_all: brings all parameters up to date, and opens the barrier.
     """
 
-    def __init__(self, update: Callable[[nn.Parameter], None]) -> None:
+    def __init__(self, update: Callable[[nn.Parameter], None], update_all: Callable[[], None]) -> None:
         self._update = update
+        self.read_all = update_all
         self._classes: dict[type[nn.Parameter], type[nn.Parameter]] = {}
 
     def close(self, parameter: nn.Parameter) -> None:

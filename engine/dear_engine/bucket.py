@@ -126,8 +126,8 @@ class Bucket:
         self._missing: int | None = None  # gradients of this step; counted when the first one comes
 
     @property
-    def own_gradients(self) -> torch.Tensor:
-        """After the reduce-scatter: this rank's shard of the mean gradients, without flags."""
+    def own_gradients(self) -> list[torch.Tensor]:
+        """After the reduce-scatter: the mean gradients in this rank's shard, 1-D views, none of them empty."""
         return self.layout.own_gradients(self.flat)
 
     @property

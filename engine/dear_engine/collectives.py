@@ -125,6 +125,7 @@ class Channel:
         self._thread.shutdown()
         if dist.is_initialized():  # otherwise the user has destroyed all groups already
             dist.destroy_process_group(self.group)
+        del self.group  # it holds connections as long as anything refers to it
 
     def _run(self, job: Callable[[], None]) -> None:
         if self._broken is not None:  # a partner is lost: later jobs would wait for it in vain

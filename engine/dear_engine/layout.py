@@ -43,8 +43,8 @@ class Layout(Protocol):
         """Each parameter's gradient."""
         ...
 
-    def own_gradients(self, flat: torch.Tensor) -> torch.Tensor:
-        """This rank's shard without flags, one contiguous view; padding in it is zero."""
+    def own_gradients(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The gradients in this rank's shard, without flags and padding: 1-D views, none of them empty."""
         ...
 
     def flags(self, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -84,9 +84,9 @@ class InSequence(Layout):
         return [_Whole(flat[a:b].view(shape)) for (a, b), shape in zip(spans, self._shapes, strict=True)]
 
     @override
-    def own_gradients(self, flat: torch.Tensor) -> torch.Tensor:
-        end = self._starts[-1]
-        return flat[min(self._rank * self._shard, end) : min((self._rank + 1) * self._shard, end)]
+    def own_gradients(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        own = flat[self._rank * self._shard : min((self._rank + 1) * self._shard, self._starts[-1])]
+        return [own] if own.numel() else []
 
     @override
     def flags(self, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -111,12 +111,12 @@ class Interleaved(Layout):
         ]
 
     @override
-    def own_gradients(self, flat: torch.Tensor) -> torch.Tensor:
-        return self._own(flat)[: self._starts[-1]]
+    def own_gradients(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        return [part for part in self.own_parts(flat) if part.numel()]
 
     def own_parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """What of each parameter lies in this rank's shard: 1-D, perhaps empty."""
-        own = self._own(flat)
+        own = flat[self._rank * self._shard :][: self._shard]
         spans = [part_of(shape.numel(), self._rank, self._world_size) for shape in self._shapes]
         return [own[at : at + stop - start] for at, (start, stop) in zip(self._starts[:-1], spans, strict=True)]
 
@@ -125,9 +125,6 @@ class Interleaved(Layout):
         shards = [flat[i * self._shard : (i + 1) * self._shard] for i in range(self._world_size)]
         everyones = [shard[self._starts[-1] :] for shard in shards]
         return [everyones.pop(self._rank), *everyones]
-
-    def _own(self, flat: torch.Tensor) -> torch.Tensor:
-        return flat[self._rank * self._shard :][: self._shard]
 
 
 def part_of(size: int, rank: int, world_size: int) -> tuple[int, int]:

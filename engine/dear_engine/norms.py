@@ -16,25 +16,24 @@ if TYPE_CHECKING:
 __all__ = ["total_norm"]
 
 
-def total_norm(shards: Sequence[torch.Tensor], norm_type: float, collectives: Collectives) -> torch.Tensor:
-    """The p-norm over all elements of all ranks' shards, the same on all ranks: ().
+def total_norm(
+    shards: Sequence[list[torch.Tensor]], norm_type: float, collectives: Collectives, device: torch.device
+) -> torch.Tensor:
+    """The p-norm over all elements of all ranks' shards, the same on all ranks: (), in double precision.
 
     Args:
-        shards: this rank's, each 1-D and perhaps empty; elsewhere others are empty.
+        shards: this rank's, in lists of one dtype, none of them empty; a rank may have no list.
         norm_type: p; infinity for the largest absolute value.
         collectives: combine one number of each rank.
+        device: of the shards of all ranks.
     """
-    if not shards:
-        return torch.zeros(())
-    dtype = max((shard.dtype for shard in shards), key=lambda dtype: dtype.itemsize)
     # Squares of half precision, and sums over many, want more digits than the gradients have.
-    norms = [torch.linalg.vector_norm(s, norm_type, dtype=torch.float64) for s in shards if s.numel()]
-    own = torch.stack(norms) if norms else shards[0].new_zeros(1, dtype=torch.float64)
+    norms = [norm for shard in shards for norm in torch._foreach_norm(shard, norm_type, dtype=torch.float64)]
+    own = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64, device=device)
     if math.isinf(norm_type):
         total = own.max()
         collectives.all_reduce(total, dist.ReduceOp.MAX).wait()
-    else:
-        total = own.pow(norm_type).sum()
-        collectives.all_reduce(total, dist.ReduceOp.SUM).wait()
-        total = total.pow(1 / norm_type)
-    return total.to(dtype)
+        return total
+    total = own.pow(norm_type).sum()
+    collectives.all_reduce(total, dist.ReduceOp.SUM).wait()
+    return total.pow(1 / norm_type)

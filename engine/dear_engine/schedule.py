@@ -85,7 +85,7 @@ class Schedule:
         self._settings: Hyperparameters = {}
         self._buckets: list[Bucket] = []  # in the layers' order
         self._places: dict[torch.Tensor, tuple[Bucket, Slot]] = {}
-        self._barrier = ReadBarrier(self._bring_up_to_date)
+        self._barrier = ReadBarrier(self._bring_up_to_date, self.synchronize)
         self._gradient_class = noticing(self.unscale)
         self._stream: torch.cuda.Stream | None = None
         self._applying = threading.RLock()  # a checkpoint's thread may read while the training's does
@@ -195,22 +195,26 @@ class Schedule:
             self.reduce()
             self._clipped = True
             for bucket in self._buckets:
-                torch._amp_foreach_non_finite_check_and_unscale_([bucket.own_gradients], found_inf, factor)
+                if own := bucket.own_gradients:
+                    torch._amp_foreach_non_finite_check_and_unscale_(own, found_inf, factor)
             self._collectives.all_reduce(found_inf, dist.ReduceOp.MAX).wait()
             self._found_inf = found_inf
         found_inf.copy_(self._found_inf)
 
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
         """Clip the mean gradients by their norm; see `DistributedOptimizer.clip_grad_norm_`."""
+        if not self._buckets:  # all is frozen
+            return torch.zeros(())
         self.reduce()
         self._clipped = True
-        own = [bucket.own_gradients for bucket in self._buckets]
-        norm = total_norm(own, norm_type, self._collectives)
+        dtype = max((bucket.flat.dtype for bucket in self._buckets), key=lambda dtype: dtype.itemsize)
+        own = [own for bucket in self._buckets if (own := bucket.own_gradients)]
+        norm = total_norm(own, norm_type, self._collectives, self._buckets[0].flat.device).to(dtype)
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(f"The total norm of the gradients is {norm.item()}, so they cannot be clipped.")
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch.nn.utils.clip_grads_with_norm_
         for gradients in own:
-            gradients.mul_(factor.to(gradients.dtype))
+            torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
         return norm
 
     def read(self, parameters: Iterable[nn.Parameter]) -> None:
