@@ -7,8 +7,9 @@ gives it its own class back, and lets the call go on. However the parameter was 
 tied name, a list of the user's, `param_groups`) makes no difference, and once it is up to date a read costs nothing.
 
 What is known to look at no value (`.grad`, `.shape`, `requires_grad_()`) is let through; whatever is not known counts
-as a read. What never comes here is dealt with elsewhere: other tensors in the same memory by `shared_memory`, and C++
-code that is handed the parameter itself by `Schedule.gradient_ready`.
+as a read. What does not come here cannot read an old value either, because it is not there: behind the barrier the
+parameter's data is NaN (one number, expanded to its shape), and its memory is kept aside. Other tensors in that memory,
+such as a kept `.data`, are what `shared_memory` looks for, before the barrier closes.
 """
 
 from __future__ import annotations
@@ -36,12 +37,11 @@ plainly = torch._C.DisableTorchFunctionSubclass
 _GETTERS = (
     "_backward_hooks", "_grad", "_post_accumulate_grad_hooks", "_version", "device", "dtype", "grad", "grad_fn",
     "is_cpu", "is_cuda", "is_leaf", "is_meta", "is_quantized", "is_sparse", "itemsize", "layout", "name", "names",
-    "nbytes", "ndim", "output_nr", "requires_grad", "retains_grad", "shape",
+    "ndim", "output_nr", "requires_grad", "retains_grad", "shape",
 )  # fmt: skip
 _METHODS = (
-    "__len__", "dim", "element_size", "get_device", "is_complex", "is_contiguous", "is_floating_point", "ndimension",
-    "nelement", "numel", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad", "size",
-    "stride",
+    "__len__", "dim", "element_size", "get_device", "is_floating_point", "ndimension", "nelement", "numel",
+    "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad", "size",
 )  # fmt: skip
 _LOOKS_AT_NO_VALUE = frozenset(
     # A version of torch that lacks one has no need of it.
@@ -87,6 +87,10 @@ class _Behind:
 class ReadBarrier:
     """The read barrier of one engine.
 
+        close     step() leaves an update pending: the values go aside, NaN takes their place
+        unveil    the update is due: the values come back, for the updating thread's eyes
+        open      the parameter is as any other
+
     Args:
         update: brings a parameter up to date; called before a read, from whichever thread reads.
         update_all: brings all parameters up to date, and opens the barrier.
@@ -96,12 +100,24 @@ class ReadBarrier:
         self._update = update
         self.read_all = update_all
         self._classes: dict[type[nn.Parameter], type[nn.Parameter]] = {}
+        self._aside: dict[nn.Parameter, torch.Tensor] = {}  # the values of those behind the barrier
+        self._nothing: dict[nn.Parameter, torch.Tensor] = {}  # what is there in their place
 
     def close(self, parameter: nn.Parameter) -> None:
-        """From now on the parameter is brought up to date before it is read."""
+        """From now on the parameter is brought up to date before it is read, and what cannot see to that reads NaN."""
         own = type(parameter)
         if not issubclass(own, _Behind):
             parameter.__class__ = self._behind(own)
+        with plainly():
+            self._aside[parameter] = parameter.data
+            parameter.data = self._nan(parameter)
+
+    def unveil(self, parameter: nn.Parameter) -> None:
+        """Give the values back; others still wait for `open`."""
+        values = self._aside.pop(parameter, None)
+        if values is not None:
+            with plainly():
+                parameter.data = values
 
     def read(self, parameter: Any) -> None:
         """Bring the parameter up to date; from now on it is read as any other."""
@@ -120,14 +136,23 @@ class ReadBarrier:
 
     def check(self, name: str, parameter: nn.Parameter) -> None:
         """Raise `UnsupportedError` for a parameter whose class cannot be extended."""
+        if self.closed(parameter):
+            return
         try:
-            self.close(parameter)
+            parameter.__class__ = self._behind(type(parameter))
         except TypeError as error:
             raise UnsupportedError(
                 f"{name} is a {type(parameter).__name__}, whose class cannot be extended ({error}); dear_engine needs "
                 "a plain torch.nn.Parameter there."
             ) from error
         self.open(parameter)
+
+    def _nan(self, parameter: nn.Parameter) -> torch.Tensor:
+        nothing = self._nothing.get(parameter)
+        if nothing is None or nothing.dtype != parameter.dtype or nothing.device != parameter.device:
+            nan = torch.full((), torch.nan, dtype=parameter.dtype, device=parameter.device)
+            nothing = self._nothing[parameter] = nan.expand(parameter.shape)
+        return nothing
 
     def _behind(self, own: type[nn.Parameter]) -> type[nn.Parameter]:
         if own not in self._classes:

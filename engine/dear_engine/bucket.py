@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dear_tune.errors import GradientError, StaleParameterError
+from dear_tune.errors import GradientError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -38,7 +38,6 @@ class Slot:
         self.place = place
         self._sent: torch.Tensor | None = None
         self._version = 0
-        self._pending_version = 0
 
     @property
     def filled(self) -> bool:
@@ -83,18 +82,6 @@ class Slot:
                 "other changes use hooks (Tensor.register_hook), which run before."
             )
         return True
-
-    def outdate(self) -> None:
-        """An update of the parameter is pending from now on."""
-        self._pending_version = self.parameter._version
-
-    def check_unwritten(self) -> None:
-        """Raise if the parameter was written since `outdate`: the update would go on top of it, or undo it."""
-        if self.parameter._version != self._pending_version:
-            raise StaleParameterError(
-                f"{self.name} was written after step(), when its update was still pending, in a way that dear_engine "
-                "cannot see. Call optimizer.synchronize() before you write."
-            )
 
 
 class Bucket:

@@ -8,7 +8,6 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from dear_engine.barrier import plainly
 from dear_tune.contract import Layer
 from dear_tune.errors import UnsupportedError
 
@@ -115,8 +114,7 @@ def _check(named: list[tuple[str, nn.Parameter]]) -> None:
 
 def _check_apart(named: list[tuple[str, nn.Parameter]]) -> None:
     """Two parameters in the same memory would be updated at different moments."""
-    with plainly():
-        places = sorted((parameter.data_ptr(), name, parameter) for name, parameter in named)
+    places = sorted((parameter.data_ptr(), name, parameter) for name, parameter in named)
     for (start, name, parameter), (next_start, next_name, _) in pairwise(places):
         if start + parameter.nbytes > next_start > 0:
             raise UnsupportedError(

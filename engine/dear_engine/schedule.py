@@ -22,7 +22,6 @@ from __future__ import annotations
 import logging
 import threading
 import zlib
-from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -32,6 +31,7 @@ import torch.distributed as dist
 from dear_engine.barrier import ReadBarrier, holders, plainly, shared_memory
 from dear_engine.bucket import Bucket, BucketState, Slot
 from dear_engine.layers import layers_of
+from dear_engine.modes import in_plain_mode
 from dear_engine.norms import total_norm
 from dear_engine.scaling import noticing
 from dear_engine.update import Hyperparameters, hyperparameters
@@ -39,7 +39,7 @@ from dear_tune.errors import GradientError, StaleParameterError
 from dear_tune.fusion import FusionPlan, fuse
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch import nn
     from torch.utils.hooks import RemovableHandle
@@ -97,7 +97,7 @@ class Schedule:
         self._clipped = False  # whether the mean gradients are no longer the mean of those sent
         self._recording = False
         self._reads: dict[nn.Parameter, None] = {}  # those recorded, in order
-        self._warned = False
+        self._noted = False
         self._own(owned)
 
     @property
@@ -231,14 +231,14 @@ class Schedule:
         self._stream = _current_stream(self._buckets)
         for bucket in self._buckets:
             bucket.release()
+        shared = self._shared()
         for number, bucket in enumerate(self._buckets):
-            bucket.state = BucketState.BROKEN  # until all its ranks are to have the same
-            gathered = self._update.before_gather(bucket, self._settings)
-            bucket.work = self._collectives.all_gather(gathered, self._label("gather", number))
-            self._outdate(bucket)
+            self._gather(number, bucket)
         self._next_round()
         self._begun = False
-        self._apply_shared()
+        for slot in shared:
+            self._note_shared(slot)
+            self._barrier.read(slot.parameter)
 
     def synchronize(self) -> None:
         """Apply all pending updates."""
@@ -264,9 +264,8 @@ class Schedule:
         self._fuse()
 
     def _fuse(self) -> None:
-        layers = layers_of(self._owned, self._wire_dtype)  # may refuse, before anything has changed
         self.synchronize()
-        self._layers = layers
+        self._layers = layers = layers_of(self._owned, self._wire_dtype)
         self._trainable = self._who_is_trainable()
         self._storages = holders(self._parameters)
         self._buckets, self._places = [], {}  # the old buffers go before the new ones come
@@ -347,28 +346,30 @@ class Schedule:
         """The same for the same collective on all ranks, and most likely another for any other."""
         return zlib.crc32(f"{self._round} {phase} {bucket}".encode()) >> 1
 
-    def _outdate(self, bucket: Bucket) -> None:
-        for slot in bucket.slots:
-            self._barrier.close(slot.parameter)
-            slot.outdate()
+    def _gather(self, number: int, bucket: Bucket) -> None:
+        bucket.state = BucketState.BROKEN  # until this rank has done its part
+        try:
+            prepare = partial(self._update.before_gather, bucket, self._settings)
+            gathered = in_plain_mode(prepare, bucket.flat.device)
+        finally:  # what an update that fails here leaves behind is not to be read either
+            for slot in bucket.slots:
+                self._barrier.close(slot.parameter)
+        bucket.work = self._collectives.all_gather(gathered, self._label("gather", number))
         bucket.state = BucketState.PENDING
 
-    def _apply_shared(self) -> None:
-        """Update at once what can be read past the barrier, through another tensor in the same memory."""
-        for bucket in self._buckets:
-            for slot in bucket.slots:
-                if shared_memory(slot.parameter, self._storages):
-                    self._warn_shared(slot)
-                    self._barrier.read(slot.parameter)
+    def _shared(self) -> list[Slot]:
+        """Those whose memory can be read past the barrier, through another tensor."""
+        slots = [slot for bucket in self._buckets for slot in bucket.slots]
+        return [slot for slot in slots if shared_memory(slot.parameter, self._storages)]
 
-    def _warn_shared(self, slot: Slot) -> None:
-        if not self._warned:
+    def _note_shared(self, slot: Slot) -> None:
+        if not self._noted:
             logger.info(
                 "Another tensor shares the memory of %s (a kept .data, view or graph), so it is updated at once, and "
                 "its all-gather hides behind nothing.",
                 slot.name,
             )
-        self._warned = True
+        self._noted = True
 
     def _bring_up_to_date(self, parameter: nn.Parameter) -> None:
         if self._recording:
@@ -387,16 +388,14 @@ class Schedule:
                     "error); their values are of no step. Restore a checkpoint."
                 )
             if bucket.state is BucketState.PENDING:
-                self._finish(bucket)
+                in_plain_mode(partial(self._finish, bucket), bucket.flat.device, self._stream)
 
     def _finish(self, bucket: Bucket) -> None:
-        with _on_stream(self._stream):
-            bucket.wait()
-            bucket.state = BucketState.BROKEN  # until the update has succeeded
-            with plainly():
-                for slot in bucket.slots:
-                    slot.check_unwritten()
-            self._update.after_gather(bucket, self._settings)
+        bucket.wait()
+        bucket.state = BucketState.BROKEN  # until the update has succeeded
+        for slot in bucket.slots:
+            self._barrier.unveil(slot.parameter)
+        self._update.after_gather(bucket, self._settings)
         bucket.state = BucketState.ACCUMULATING
 
 
@@ -425,16 +424,3 @@ def _hooked(parameter: nn.Parameter, hook: _Hook) -> RemovableHandle:
 def _current_stream(buckets: Sequence[Bucket]) -> torch.cuda.Stream | None:
     device = buckets[0].flat.device if buckets else torch.device("cpu")
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
-
-
-@contextmanager
-def _on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Work inside goes to the stream that `step` was called on, whoever reads first; the reader's waits for it."""
-    if stream is None:
-        yield
-        return
-    reader = torch.cuda.current_stream(stream.device)
-    with torch.cuda.stream(stream):
-        yield
-    if reader != stream:
-        reader.wait_stream(stream)

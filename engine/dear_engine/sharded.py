@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import override
 
-from dear_engine.barrier import plainly
 from dear_engine.layout import Interleaved, part_of
 from dear_engine.update import Hyperparameters, Stepped, Update, apply_update
 from dear_tune.errors import UnsupportedError
@@ -107,26 +106,24 @@ class Sharded(Update):
         layout = bucket.layout
         assert isinstance(layout, Interleaved)  # as `layout` has made it
         gathered = self._gathered(bucket)
-        with plainly(), torch.no_grad():
-            parts = [self._filled(slot.parameter) for slot in bucket.slots]
-            stepped = [
-                Stepped(slot.parameter, part, gradient.to(part.dtype))
-                for slot, part, gradient, there in zip(
-                    bucket.slots, parts, layout.own_parts(bucket.flat), bucket.present(), strict=True
-                )
-                if there and part.numel()
-            ]
-            apply_update(self._optimizer, self._state, settings, stepped)
-            for part, place in zip(parts, layout.own_parts(gathered), strict=True):
-                place.copy_(part)
-                part.data = part.new_empty(0)  # otherwise it would share the parameter's memory
+        parts = [self._filled(slot.parameter) for slot in bucket.slots]
+        stepped = [
+            Stepped(slot.parameter, part, gradient.to(part.dtype))
+            for slot, part, gradient, there in zip(
+                bucket.slots, parts, layout.own_parts(bucket.flat), bucket.present(), strict=True
+            )
+            if there and part.numel()
+        ]
+        apply_update(self._optimizer, self._state, settings, stepped)
+        for part, place in zip(parts, layout.own_parts(gathered), strict=True):
+            place.copy_(part)
+            part.data = part.new_empty(0)  # otherwise it would share the parameter's memory
         return gathered
 
     @override
     def after_gather(self, bucket: Bucket, settings: Hyperparameters) -> None:
-        with plainly(), torch.inference_mode(False), torch.no_grad():
-            for slot, place in zip(bucket.slots, bucket.layout.places(self._gathered(bucket)), strict=True):
-                place.get(slot.parameter)
+        for slot, place in zip(bucket.slots, bucket.layout.places(self._gathered(bucket)), strict=True):
+            place.get(slot.parameter)
 
     def _gathered(self, bucket: Bucket) -> torch.Tensor:
         """Where the parameters travel: the gradients' buffer, unless those have another dtype on the wire."""

@@ -10,14 +10,12 @@ and has the hyper-parameters as they were when the user called `step()`: a sched
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from typing_extensions import override
 
-from dear_engine.barrier import plainly
 from dear_engine.layout import InSequence
 from dear_tune.errors import UnsupportedError
 
@@ -123,15 +121,14 @@ def apply_update(
         groups.setdefault(id(group), {**group, "params": []})["params"].append(each.tensor)
     twin = _restricted(optimizer, state, [dict(group) for group in groups.values()])
     before = dict(vars(twin))
-    with _plain_mode(stepped[0].tensor.device.type if stepped else "cpu"):
-        users = [each.tensor.grad for each in stepped]
-        try:
-            for each in stepped:
-                each.tensor.grad = each.gradient
-            twin.step()
-        finally:
-            for each, gradient in zip(stepped, users, strict=True):
-                each.tensor.grad = gradient
+    users = [each.tensor.grad for each in stepped]
+    try:
+        for each in stepped:
+            each.tensor.grad = each.gradient
+        twin.step()
+    finally:
+        for each, gradient in zip(stepped, users, strict=True):
+            each.tensor.grad = gradient
     _check_unchanged(optimizer, [(before, vars(twin)), *zip(groups.values(), twin.param_groups, strict=True)])
 
 
@@ -157,16 +154,6 @@ def _restricted(
     twin._optimizer_step_pre_hooks = type(optimizer._optimizer_step_pre_hooks)()  # ours is for the user's own calls
     twin.__dict__.pop("step", None)  # a scheduler that was built on the optimizer has hung one on it that binds it
     return twin
-
-
-def _plain_mode(device_type: str) -> ExitStack:
-    """Updates happen wherever forward first reads a parameter: under the user's autocast or inference mode too."""
-    modes = ExitStack()
-    modes.enter_context(torch.inference_mode(False))
-    modes.enter_context(torch.no_grad())
-    modes.enter_context(torch.autocast(device_type, enabled=False))
-    modes.enter_context(plainly())
-    return modes
 
 
 def _frozen(value: Any) -> Any:
