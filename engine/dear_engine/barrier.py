@@ -20,12 +20,11 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from dear_tune.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from torch import nn
 
@@ -66,8 +65,7 @@ class _Behind:
         kwargs = kwargs or {}
         if func in _LOOKS_AT_NO_VALUE:
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[misc] # the parameter's own
-        leaves = [(each, type(each)) for each in tree_leaves((args, kwargs))]
-        waiting = [(each, behind) for each, behind in leaves if issubclass(behind, _Behind)]
+        waiting = [*_behind_in(args), *_behind_in(kwargs.values())]
         for parameter, behind in waiting:
             behind._dear_barrier.read(parameter)
         if not waiting:  # it came inside something that cannot be looked into, or another thread was faster
@@ -84,11 +82,23 @@ class _Behind:
         return self.__reduce_ex__(protocol)
 
 
+def _behind_in(arguments: Iterable[Any]) -> Iterator[tuple[nn.Parameter, type[_Behind]]]:
+    """The parameters behind a barrier, also those in lists and dictionaries, each with the class that it has now."""
+    for each in arguments:
+        kind = type(each)
+        if issubclass(kind, _Behind):
+            yield each, kind
+        elif issubclass(kind, dict):
+            yield from _behind_in(each.values())
+        elif issubclass(kind, (list, tuple)):
+            yield from _behind_in(each)
+
+
 class ReadBarrier:
     """The read barrier of one engine.
 
         close     step() leaves an update pending: the values go aside, NaN takes their place
-        unveil    the update is due: the values come back, for the updating thread's eyes
+        unveil    the update is due: the values come back, for the updating thread's eyes only
         open      the parameter is as any other
 
     Args:
@@ -100,8 +110,9 @@ class ReadBarrier:
         self._update = update
         self.read_all = update_all
         self._classes: dict[type[nn.Parameter], type[nn.Parameter]] = {}
-        self._aside: dict[nn.Parameter, torch.Tensor] = {}  # the values of those behind the barrier
-        self._nothing: dict[nn.Parameter, torch.Tensor] = {}  # what is there in their place
+        # By id: a tensor's own hash is Python, and these are asked for at every step.
+        self._aside: dict[int, torch.Tensor] = {}  # the values of those behind the barrier
+        self._nothing: dict[int, torch.Tensor] = {}  # what is there in their place
 
     def close(self, parameter: nn.Parameter) -> None:
         """From now on the parameter is brought up to date before it is read, and what cannot see to that reads NaN."""
@@ -109,12 +120,12 @@ class ReadBarrier:
         if not issubclass(own, _Behind):
             parameter.__class__ = self._behind(own)
         with plainly():
-            self._aside[parameter] = parameter.data
+            self._aside[id(parameter)] = parameter.data
             parameter.data = self._nan(parameter)
 
     def unveil(self, parameter: nn.Parameter) -> None:
         """Give the values back; others still wait for `open`."""
-        values = self._aside.pop(parameter, None)
+        values = self._aside.pop(id(parameter), None)
         if values is not None:
             with plainly():
                 parameter.data = values
@@ -148,10 +159,10 @@ class ReadBarrier:
         self.open(parameter)
 
     def _nan(self, parameter: nn.Parameter) -> torch.Tensor:
-        nothing = self._nothing.get(parameter)
+        nothing = self._nothing.get(id(parameter))
         if nothing is None or nothing.dtype != parameter.dtype or nothing.device != parameter.device:
             nan = torch.full((), torch.nan, dtype=parameter.dtype, device=parameter.device)
-            nothing = self._nothing[parameter] = nan.expand(parameter.shape)
+            nothing = self._nothing[id(parameter)] = nan.expand(parameter.shape)
         return nothing
 
     def _behind(self, own: type[nn.Parameter]) -> type[nn.Parameter]:

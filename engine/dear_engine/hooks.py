@@ -1,6 +1,6 @@
 """What an engine hangs on the model itself: two hooks that are noticed by nothing, and gone in copies of the model.
 
-before forward      evaluation makes the step no iteration; code that is traced or compiled, whose reads are
+before forward      evaluation makes the step no iteration; code that is traced or compiled, whose reads are fixed
                     once and for all, finds its parameters up to date
 before state_dict   a checkpoint makes the step no iteration
 """
@@ -53,7 +53,7 @@ class _BeforeForward(_Hook):
         self._interrupt = interrupt
 
     def __call__(self, module: nn.Module, _: Any) -> None:
-        if torch.compiler.is_compiling() or torch.jit.is_tracing() or _is_compiled(module):
+        if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None or _is_compiled(module):
             self._update(module)
         elif not module.training:
             self._interrupt()

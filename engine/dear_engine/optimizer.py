@@ -11,6 +11,7 @@ import torch.distributed as dist
 from pydantic import ValidationError
 
 from dear_engine.agreement import Settings, agree, start_equal
+from dear_engine.barrier import plainly
 from dear_engine.collectives import Channel, Traffic, check_backend, collectives_for
 from dear_engine.hooks import hang_on
 from dear_engine.layers import dtype_name, parameters_of
@@ -207,6 +208,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         self._check_open()
         return self._schedule.clip(float(max_norm), float(norm_type), error_if_nonfinite)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, as any optimizer does; pending updates stay pending."""
+        with plainly():  # it looks at no parameter's values, and there are many
+            super().zero_grad(set_to_none)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

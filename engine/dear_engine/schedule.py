@@ -84,7 +84,7 @@ class Schedule:
         self._wire_dtype = wire_dtype
         self._settings: Hyperparameters = {}
         self._buckets: list[Bucket] = []  # in the layers' order
-        self._places: dict[torch.Tensor, tuple[Bucket, Slot]] = {}
+        self._places: dict[int, tuple[Bucket, Slot]] = {}  # by the parameter's id
         self._barrier = ReadBarrier(self._bring_up_to_date, self.synchronize)
         self._gradient_class = noticing(self.unscale)
         self._stream: torch.cuda.Stream | None = None
@@ -114,10 +114,6 @@ class Schedule:
     def layers(self) -> Sequence[ModelLayer]:
         """Those that take part, in the order in which they are fused."""
         return self._layers
-
-    def holds(self, parameter: torch.Tensor) -> bool:
-        """Whether the parameter is one of this schedule's, frozen or not."""
-        return parameter in self._parameters
 
     def fuse(self, threshold_bytes: int) -> None:
         """Build the buckets anew by a threshold, between a step and the next backward.
@@ -164,9 +160,9 @@ class Schedule:
 
     def gradient_ready(self, parameter: nn.Parameter, _: object = None) -> None:
         """Called in backward, when a parameter's gradient has been accumulated."""
-        if not self._begun or parameter not in self._places:
+        if not self._begun or id(parameter) not in self._places:
             self._begin()
-        bucket, slot = self._places[parameter]
+        bucket, slot = self._places[id(parameter)]
         if self._barrier.closed(parameter):
             raise StaleParameterError(
                 f"{slot.name} was used in forward, perhaps before its update was applied, in a way that dear_engine "
@@ -220,7 +216,7 @@ class Schedule:
     def read(self, parameters: Iterable[nn.Parameter]) -> None:
         """Bring parameters up to date, as if they were read; others than this schedule's are left alone."""
         for parameter in parameters:
-            if parameter in self._places:
+            if id(parameter) in self._places:
                 self._barrier.read(parameter)
 
     def step(self) -> None:
@@ -244,8 +240,7 @@ class Schedule:
         """Apply all pending updates."""
         for bucket in self._buckets:
             self._apply(bucket)
-            for slot in bucket.slots:
-                self._barrier.open(slot.parameter)
+            self._open(bucket)
 
     def close(self) -> None:
         """Apply what is pending and let go of the parameters; gradients that no step has used stay in `.grad`."""
@@ -279,7 +274,8 @@ class Schedule:
             layout = self._update.layout(list(members.values()))
             dtype = self._wire_dtype or next(iter(members.values())).dtype
             self._buckets.append(Bucket(members, layout, dtype))
-        self._places = {slot.parameter: (bucket, slot) for bucket in self._buckets for slot in bucket.slots}
+        self._places = {id(slot.parameter): (bucket, slot) for bucket in self._buckets for slot in bucket.slots}
+        self._outside = [parameter for parameter in self._parameters if id(parameter) not in self._places]
 
     def _who_is_trainable(self) -> list[bool]:
         with plainly():
@@ -287,14 +283,19 @@ class Schedule:
 
     def _begin(self) -> None:
         """With a step's first gradient: parameters may have been frozen or thawed since the last step."""
-        self._begun, self._recording = True, False
+        self._begun = True
+        if self._recording:
+            self._recording = False
+            for bucket in self._buckets:
+                if bucket.state is not BucketState.PENDING:
+                    self._open(bucket)
         if self._who_is_trainable() != self._trainable:
             self._abandon()
             self._fuse()
 
     def _settle(self) -> None:
         """See to it that what was sent is what is there; `GradientError` if it was changed in between."""
-        outside = [p for p in self._parameters if p not in self._places and p.grad is not None]
+        outside = any(parameter.grad is not None for parameter in self._outside)
         outlived = [slot for bucket in self._buckets for slot in self._sent(bucket) if slot.outlived]
         if outside or outlived:
             self._abandon()
@@ -374,9 +375,13 @@ class Schedule:
     def _bring_up_to_date(self, parameter: nn.Parameter) -> None:
         if self._recording:
             self._reads.setdefault(parameter)
-        place = self._places.get(parameter)
+        place = self._places.get(id(parameter))
         if place is not None:
             self._apply(place[0])
+
+    def _open(self, bucket: Bucket) -> None:
+        for slot in bucket.slots:
+            self._barrier.open(slot.parameter)
 
     def _apply(self, bucket: Bucket) -> None:
         if bucket.state in (BucketState.ACCUMULATING, BucketState.REDUCING):
@@ -397,6 +402,8 @@ class Schedule:
             self._barrier.unveil(slot.parameter)
         self._update.after_gather(bucket, self._settings)
         bucket.state = BucketState.ACCUMULATING
+        if not self._recording:  # otherwise each one's first read is of interest
+            self._open(bucket)
 
 
 def belongs_to_a_schedule(parameter: nn.Parameter) -> bool:

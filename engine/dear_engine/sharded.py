@@ -200,7 +200,7 @@ def _probe(
 ) -> defaultdict[torch.Tensor, dict[str, Any]]:
     """Step the tensors a few times with a group's settings; the state that this leaves."""
     settings = {name: value for name, value in group.items() if name != "params"}
-    snapshot: Any = {tensor: settings for tensor in tensors}  # noqa: C420 # shared on purpose, as in a group
+    snapshot = {id(tensor): settings for tensor in tensors}  # shared on purpose, as in a group
     state: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
     state.update((tensor, _state_like(optimizer, group, tensor)) for tensor in tensors)
     for step in range(1, _PROBE_STEPS + 1):

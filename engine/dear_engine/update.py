@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Hyperparameters", "Replicated", "Stepped", "Update", "apply_update", "check_hooks", "hyperparameters"]
 
-Hyperparameters = dict["nn.Parameter", dict[str, Any]]
-"""For each parameter its group's settings, shared within a group."""
+Hyperparameters = dict[int, dict[str, Any]]
+"""For each parameter, by its id, its group's settings, shared within a group."""
 
 
 class Update(Protocol):
@@ -104,7 +104,7 @@ def hyperparameters(optimizer: torch.optim.Optimizer) -> Hyperparameters:
     snapshot: Hyperparameters = {}
     for group in optimizer.param_groups:
         settings = {name: _frozen(value) for name, value in group.items() if name != "params"}
-        snapshot.update((parameter, settings) for parameter in group["params"])
+        snapshot.update((id(parameter), settings) for parameter in group["params"])
     return snapshot
 
 
@@ -117,7 +117,7 @@ def apply_update(
     """Step these tensors with these gradients; what the user has in `.grad` stays as it is."""
     groups: dict[int, dict[str, Any]] = {}
     for each in stepped:
-        group = settings[each.parameter]
+        group = settings[id(each.parameter)]
         groups.setdefault(id(group), {**group, "params": []})["params"].append(each.tensor)
     twin = _restricted(optimizer, state, [dict(group) for group in groups.values()])
     before = dict(vars(twin))
