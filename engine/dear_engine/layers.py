@@ -56,6 +56,8 @@ def parameters_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Owned:
     owned: Owned = {}
     for prefix, module in model.named_modules():
         mine = {n: p for n, p in module.named_parameters(prefix, recurse=False) if p in wanted}
+        if lazy := [name for name, parameter in mine.items() if nn.parameter.is_lazy(parameter)]:
+            raise UnsupportedError(f"{lazy[0]} has no shape yet: run a forward pass before DistributedOptimizer(...).")
         wanted.difference_update(mine.values())
         owned[prefix or "(root)"] = {name: parameter for name, parameter in mine.items() if parameter.numel()}
     if wanted:

@@ -98,7 +98,7 @@ class Schedule:
         self._recording = False
         self._reads: dict[nn.Parameter, None] = {}  # those recorded, in order
         self._noted = False
-        self._own(owned)
+        self._fuse(owned)
 
     @property
     def buckets(self) -> Sequence[Bucket]:
@@ -124,12 +124,12 @@ class Schedule:
         if any(bucket.in_use for bucket in self._buckets):
             raise GradientError("The threshold can be changed after step() and before backward(), not in between.")
         self.threshold_bytes = threshold_bytes
-        self._fuse()
+        self._fuse(self._owned)
 
     def own(self, owned: Owned) -> None:
         """Train these parameters from now on: a parameter group has joined."""
         self._abandon()
-        self._own(owned)
+        self._fuse(owned)
         self.start()
 
     def start(self) -> None:
@@ -156,7 +156,7 @@ class Schedule:
         """Fuse in this order of modules from now on."""
         if modules != list(self._owned):
             self._abandon()
-            self._own({module: self._owned[module] for module in modules})
+            self._fuse({module: self._owned[module] for module in modules})
 
     def gradient_ready(self, parameter: nn.Parameter, _: object = None) -> None:
         """Called in backward, when a parameter's gradient has been accumulated."""
@@ -169,7 +169,9 @@ class Schedule:
                 "cannot see. Call optimizer.synchronize() before such a forward."
             )
         gradient = parameter.grad
-        if gradient is not None and gradient.layout is not torch.strided:
+        if gradient is None:  # a hook of the user's has taken it away
+            return
+        if gradient.layout is not torch.strided:
             parameter.grad = gradient.to_dense()
         bucket.mark(parameter, self._gradient_class)
         if slot.filled or bucket.state is BucketState.REDUCING:
@@ -250,17 +252,15 @@ class Schedule:
             for hook in self._hooks:
                 hook.remove()
 
-    def _own(self, owned: Owned) -> None:
-        self._owned = owned
-        self._parameters = {parameter: None for module in owned.values() for parameter in module.values()}
-        for module in owned.values():
-            for name, parameter in module.items():
-                self._barrier.check(name, parameter)
-        self._fuse()
-
-    def _fuse(self) -> None:
+    def _fuse(self, owned: Owned) -> None:
+        """Build the buckets for these parameters; refusals come before anything has changed."""
         self.synchronize()
-        self._layers = layers = layers_of(self._owned, self._wire_dtype)
+        layers = layers_of(owned, self._wire_dtype)
+        named = [item for module in owned.values() for item in module.items()]
+        for name, parameter in named:
+            self._barrier.check(name, parameter)
+        self._owned, self._layers = owned, layers
+        self._parameters = [parameter for _, parameter in named]
         self._trainable = self._who_is_trainable()
         self._storages = holders(self._parameters)
         self._buckets, self._places = [], {}  # the old buffers go before the new ones come
@@ -291,7 +291,7 @@ class Schedule:
                     self._open(bucket)
         if self._who_is_trainable() != self._trainable:
             self._abandon()
-            self._fuse()
+            self._fuse(self._owned)
 
     def _settle(self) -> None:
         """See to it that what was sent is what is there; `GradientError` if it was changed in between."""
@@ -300,7 +300,7 @@ class Schedule:
         if outside or outlived:
             self._abandon()
         if outside:
-            self._fuse()
+            self._fuse(self._owned)
 
     def _sent(self, bucket: Bucket) -> Sequence[Slot]:
         return bucket.slots if bucket.state is BucketState.REDUCING else [s for s in bucket.slots if s.filled]
