@@ -130,6 +130,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         ]
         self._closed = False
         self._consolidated: dict[str, Any] | None = None
+        self._consolidate_first = False
         self._tuning: TuningLoop | None = None
         self._until_order = _ORDER_KNOWN_AFTER
         self._parameter_count = _count(optimizer)
@@ -182,6 +183,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._check_step()
         self._schedule.step()
         self._consolidated = None
+        if self._consolidate_first:
+            self.consolidate_state_dict()
+            self._consolidate_first = False  # also if this optimizer never has any
         # Schedulers that were built on the wrapped optimizer look there whether it has stepped.
         self._optimizer._opt_called = True  # type: ignore[attr-defined]
         if self._until_order:
@@ -246,12 +250,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def consolidate_state_dict(self, to: int | None = None) -> None:
         """Gather what `state_dict()` then gives; all ranks call it together. Needed for the sharded update only.
 
+        Where there is no state yet, it is gathered after the first step: torch.distributed.checkpoint makes one, with
+        gradients of zero, to have something to load into.
+
         Args:
             to: the rank, within the process group, that is going to save; None for all.
         """
         self._schedule.synchronize()
         if self._sharded is not None:
             self._consolidated = self._sharded.gather(to)
+            self._consolidate_first = not self._sharded.state
 
     def state_dict(self) -> dict[str, Any]:
         """The state with all pending updates applied, as a plain optimizer's: plain PyTorch loads it, and vice versa.
