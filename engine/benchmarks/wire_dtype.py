@@ -1,4 +1,4 @@
-"""What a communication dtype costs in accuracy: the mean gradient of a small GPT-like network, against double precision.
+"""What a communication dtype costs in accuracy: the mean gradient of a small transformer, against double precision.
 
     python engine/benchmarks/wire_dtype.py            (on loopback, with 2, 4 and 8 processes)
 
