@@ -126,8 +126,14 @@ class Bucket:
         """See to it that one of its gradients is of this class; the parameter has one."""
         if self._marked is None or not isinstance(self._marked.grad, gradient_class):
             self._marked = parameter
-            assert parameter.grad is not None
-            parameter.grad = parameter.grad.as_subclass(gradient_class)
+            gradient = parameter.grad
+            assert gradient is not None
+            # `as_subclass` keeps the graph of a gradient that has one, but is a view, which `detach_()` refuses.
+            parameter.grad = (
+                gradient.as_subclass(gradient_class)
+                if gradient.requires_grad
+                else torch.Tensor._make_subclass(gradient_class, gradient)
+            )
 
     def fill(self, slot: Slot) -> None:
         """Take in a gradient that has come."""

@@ -70,10 +70,10 @@ def parameters_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Owned:
 
 
 def layers_of(owned: Owned, wire_dtype: torch.dtype | None = None) -> list[ModelLayer]:
-    """The layers of those parameters that take part in training: that need a gradient, or have one.
+    """The layers of parameters that take part in training.
 
     Args:
-        owned: from `parameters_of`, in the order of forward.
+        owned: as from `parameters_of`, in the order of forward.
         wire_dtype: what gradients are communicated in; None for each parameter's own.
 
     Raises:
@@ -83,8 +83,7 @@ def layers_of(owned: Owned, wire_dtype: torch.dtype | None = None) -> list[Model
     for name, parameters in owned.items():
         by_dtype: dict[torch.dtype, dict[str, nn.Parameter]] = {}
         for full_name, parameter in parameters.items():
-            if parameter.requires_grad or parameter.grad is not None:
-                by_dtype.setdefault(parameter.dtype, {})[full_name] = parameter
+            by_dtype.setdefault(parameter.dtype, {})[full_name] = parameter
         layers.extend(_layer(name, members, dtype, wire_dtype or dtype) for dtype, members in by_dtype.items())
     _check([item for layer in layers for item in layer.parameters.items()])
     return layers

@@ -109,6 +109,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 optimizer,
                 self._collectives,
                 self._sharded or Replicated(optimizer, self._channel.rank, self._channel.world_size),
+                self._channel,
                 threshold_bytes=self._settings.threshold_bytes,
                 wire_dtype=self._settings.communication_dtype,
             )

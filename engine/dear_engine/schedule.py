@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.utils.hooks import RemovableHandle
 
-    from dear_engine.collectives import Collectives
+    from dear_engine.collectives import Channel, Collectives
     from dear_engine.layers import ModelLayer, Owned
     from dear_engine.update import Update
 
@@ -61,6 +61,7 @@ class Schedule:
         optimizer: steps these parameters.
         collectives: carry the buckets.
         update: who steps what.
+        channel: for what the ranks must agree on before buckets are built.
         threshold_bytes: the fusion threshold to begin with.
         wire_dtype: what gradients are communicated in; None for each parameter's own.
     """
@@ -71,6 +72,7 @@ class Schedule:
         optimizer: torch.optim.Optimizer,
         collectives: Collectives,
         update: Update,
+        channel: Channel,
         *,
         threshold_bytes: int,
         wire_dtype: torch.dtype | None,
@@ -81,6 +83,7 @@ class Schedule:
         self._optimizer = optimizer
         self._collectives = collectives
         self._update = update
+        self._channel = channel
         self._wire_dtype = wire_dtype
         self._settings: Hyperparameters = {}
         self._buckets: list[Bucket] = []  # in the layers' order
@@ -209,7 +212,7 @@ class Schedule:
         own = [own for bucket in self._buckets if (own := bucket.own_gradients)]
         norm = total_norm(own, norm_type, self._collectives, self._buckets[0].flat.device).to(dtype)
         if error_if_nonfinite and not norm.isfinite():
-            raise RuntimeError(f"The total norm of the gradients is {norm.item()}, so they cannot be clipped.")
+            raise RuntimeError(f"The gradients' total norm is non-finite ({norm.item()}), so they cannot be clipped.")
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch.nn.utils.clip_grads_with_norm_
         for gradients in own:
             torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
@@ -229,6 +232,8 @@ class Schedule:
         self._stream = _current_stream(self._buckets)
         for bucket in self._buckets:
             bucket.release()
+            if self._update.steps_before_gather:
+                bucket.wait()
         shared = self._shared()
         for number, bucket in enumerate(self._buckets):
             self._gather(number, bucket)
@@ -255,13 +260,12 @@ class Schedule:
     def _fuse(self, owned: Owned) -> None:
         """Build the buckets for these parameters; refusals come before anything has changed."""
         self.synchronize()
-        layers = layers_of(owned, self._wire_dtype)
         named = [item for module in owned.values() for item in module.items()]
+        parameters = [parameter for _, parameter in named]
         for name, parameter in named:
             self._barrier.check(name, parameter)
-        self._owned, self._layers = owned, layers
-        self._parameters = [parameter for _, parameter in named]
-        self._trainable = self._who_is_trainable()
+        layers = layers_of(self._taking_part(owned, parameters), self._wire_dtype)
+        self._owned, self._parameters, self._layers = owned, parameters, layers
         self._storages = holders(self._parameters)
         self._buckets, self._places = [], {}  # the old buffers go before the new ones come
         self._plan = (
@@ -277,19 +281,22 @@ class Schedule:
         self._places = {id(slot.parameter): (bucket, slot) for bucket in self._buckets for slot in bucket.slots}
         self._outside = [parameter for parameter in self._parameters if id(parameter) not in self._places]
 
-    def _who_is_trainable(self) -> list[bool]:
-        with plainly():
-            return [parameter.requires_grad for parameter in self._parameters]
+    def _taking_part(self, owned: Owned, parameters: Sequence[nn.Parameter]) -> Owned:
+        """Those that need a gradient on some rank, or have one."""
+        here = [parameter.requires_grad or parameter.grad is not None for parameter in parameters]
+        anywhere = map(any, zip(*self._channel.all_gather_object(here), strict=True))
+        members = {id(parameter) for parameter, member in zip(parameters, anywhere, strict=True) if member}
+        return {module: {name: p for name, p in named.items() if id(p) in members} for module, named in owned.items()}
 
     def _begin(self) -> None:
-        """With a step's first gradient: parameters may have been frozen or thawed since the last step."""
+        """With a step's first gradient: parameters may have been thawed since the last step."""
         self._begun = True
         if self._recording:
             self._recording = False
             for bucket in self._buckets:
                 if bucket.state is not BucketState.PENDING:
                     self._open(bucket)
-        if self._who_is_trainable() != self._trainable:
+        if any(parameter.requires_grad for parameter in self._outside):
             self._abandon()
             self._fuse(self._owned)
 
@@ -341,11 +348,11 @@ class Schedule:
         bucket = self._buckets[number]
         self._apply(bucket)  # where nothing has read it since the last step
         bucket.close()
-        bucket.work = self._collectives.reduce_scatter(bucket.flat, self._label("reduce", number))
+        bucket.work = self._collectives.reduce_scatter(bucket.flat, self._label("reduce", number, bucket.flat))
 
-    def _label(self, phase: str, bucket: int) -> int:
+    def _label(self, phase: str, number: int, flat: torch.Tensor) -> int:
         """The same for the same collective on all ranks, and most likely another for any other."""
-        return zlib.crc32(f"{self._round} {phase} {bucket}".encode()) >> 1
+        return zlib.crc32(f"{self._round} {phase} {number} {flat.numel()}".encode()) >> 1
 
     def _gather(self, number: int, bucket: Bucket) -> None:
         bucket.state = BucketState.BROKEN  # until this rank has done its part
@@ -355,7 +362,7 @@ class Schedule:
         finally:  # what an update that fails here leaves behind is not to be read either
             for slot in bucket.slots:
                 self._barrier.close(slot.parameter)
-        bucket.work = self._collectives.all_gather(gathered, self._label("gather", number))
+        bucket.work = self._collectives.all_gather(gathered, self._label("gather", number, gathered))
         bucket.state = BucketState.PENDING
 
     def _shared(self) -> list[Slot]:

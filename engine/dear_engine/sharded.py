@@ -47,6 +47,8 @@ class Sharded(Update):
         UnsupportedError: the optimizer does not treat every element on its own.
     """
 
+    steps_before_gather = True
+
     def __init__(self, optimizer: torch.optim.Optimizer, channel: Channel) -> None:
         self._optimizer = optimizer
         self._channel = channel
@@ -55,9 +57,10 @@ class Sharded(Update):
         self._state: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
 
     @property
-    def state(self) -> dict[torch.Tensor, dict[str, Any]]:
+    def state(self) -> defaultdict[torch.Tensor, dict[str, Any]]:
         """The state of this rank's parts, by parameter."""
-        return {parameter: self._state[part] for parameter, part in self._parts.items() if part in self._state}
+        held = {parameter: self._state[part] for parameter, part in self._parts.items() if part in self._state}
+        return defaultdict(dict, held)
 
     def check(self) -> None:
         """Raise `UnsupportedError` if some parameter group's settings need more than one element at a time."""
@@ -102,7 +105,6 @@ class Sharded(Update):
 
     @override
     def before_gather(self, bucket: Bucket, settings: Hyperparameters) -> torch.Tensor:
-        bucket.wait()
         layout = bucket.layout
         assert isinstance(layout, Interleaved)  # as `layout` has made it
         gathered = self._gathered(bucket)

@@ -35,14 +35,20 @@ Hyperparameters = dict[int, dict[str, Any]]
 
 
 class Update(Protocol):
-    """Who steps which parameters, and when."""
+    """Who steps which parameters, and when.
+
+    Attributes:
+        steps_before_gather: whether `before_gather` needs the reduce-scatter's result.
+    """
+
+    steps_before_gather: bool
 
     def layout(self, parameters: Sequence[nn.Parameter]) -> Layout:
         """Where a bucket's gradients lie, for this rank."""
         ...
 
     def before_gather(self, bucket: Bucket, settings: Hyperparameters) -> torch.Tensor:
-        """At `step()`, with the reduce-scatter on its way: what is to be all-gathered, (world_size * n,)."""
+        """At `step()`: what is to be all-gathered, (world_size * n,)."""
         ...
 
     def after_gather(self, bucket: Bucket, settings: Hyperparameters) -> None:
@@ -67,6 +73,8 @@ class Stepped:
 
 class Replicated(Update):
     """Every rank steps all parameters of a bucket with the gathered mean gradients."""
+
+    steps_before_gather = False
 
     def __init__(self, optimizer: torch.optim.Optimizer, rank: int, world_size: int) -> None:
         self._optimizer = optimizer
@@ -137,7 +145,7 @@ def _check_unchanged(
 ) -> None:
     """What an optimizer keeps outside its state, such as a step count, would be lost, or be counted per bucket."""
     changed = {name for before, after in pairs for name in after if after[name] is not before.get(name)}
-    changed = {name for name in changed if not name.startswith("_warned_")}
+    changed = {name for name in changed if not name.startswith(("_warned_", "_need_"))}  # what torch has checked once
     if changed:
         raise UnsupportedError(
             f"{type(optimizer).__name__}.step() changes {', '.join(sorted(changed))} outside its state, which cannot "
