@@ -3,12 +3,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format clean
+.PHONY: help install demo test test-architectures check format clean
 
 help: ## list the targets
-	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 28
 
-install: .venv/installed ## create .venv with every extra, in the tested versions
+install: .venv/installed ## create .venv with all that is needed but for test-architectures, in the tested versions
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -21,6 +21,13 @@ demo: install ## tune a real two-rank training run from start to end (under two 
 
 test: install ## run the test suite
 	$(BIN)/python -m pytest
+
+test-architectures: .venv/installed-architectures ## train public architectures, which it installs first, on the engine
+	$(BIN)/python -m pytest tests/architectures
+
+.venv/installed-architectures: .venv/installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[engine,architectures]'
+	touch $@
 
 check: install ## formatting, lint, types, layers
 	$(BIN)/ruff format --check .

@@ -1,186 +1,202 @@
 """The read barrier: a parameter's pending update is applied just before anything reads the parameter.
 
-While an engine is attached, the class of every module of the model is a subclass of its own class that intercepts
+While its update is pending, the class of a parameter is a subclass of its own class, whose `__torch_function__` is
+called before any torch function that is given the parameter: `F.linear`, `detach()`, `.data`, `state_dict()`,
+indexing, in-place writes, a list of parameters handed to a `_foreach` function. It brings the parameter up to date,
+gives it its own class back, and lets the call go on. However the parameter was got hold of (a module's attribute, a
+tied name, a list of the user's, `param_groups`) makes no difference, and once it is up to date a read costs nothing.
 
-    reads of one parameter    attribute access (`self.weight`, `self.head.weight`), which functional use, tied
-                              weights, parameter lists, multi-head attention and other methods than `forward` all
-                              come through: its bucket is updated, just in time
-    reads of everything       parameters(), state_dict(), load_state_dict(), eval(), to(), deepcopy, pickling, and
-                              calls of modules that keep their parameters in a plain attribute: all is updated
-
-`zero_grad()` is let through: it goes by the parameters, but reads none. What escapes (a parameter the user keeps in
-a list of their own) and is used in forward is noticed in backward, when a gradient arrives for a parameter whose
-update is still pending: see `schedule.py`.
-
-Copies and pickles of an attached model are of the original classes and know no engine.
+What is known to look at no value (`.grad`, `.shape`, `requires_grad_()`) is let through; whatever is not known counts
+as a read. What does not come here cannot read an old value either, because it is not there: behind the barrier the
+parameter's data is NaN (one number, expanded to its shape), and its memory is kept aside. Other tensors in that memory,
+such as a kept `.data`, are what `shared_memory` looks for, before the barrier closes.
 """
 
 from __future__ import annotations
 
+import copy
 import types
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from collections import Counter
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import nn
 
 from dear_tune.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
-__all__ = ["Gate", "attach", "detach"]
+    from torch import nn
+
+__all__ = ["ReadBarrier", "holders", "plainly", "shared_memory"]
+
+plainly = torch._C.DisableTorchFunctionSubclass
+"""A context in which no barrier is noticed, for this thread: that of the update itself."""
+
+_GETTERS = (
+    "_backward_hooks", "_grad", "_post_accumulate_grad_hooks", "_version", "device", "dtype", "grad", "grad_fn",
+    "is_cpu", "is_cuda", "is_leaf", "is_meta", "is_quantized", "is_sparse", "itemsize", "layout", "name", "names",
+    "ndim", "output_nr", "requires_grad", "retains_grad", "shape",
+)  # fmt: skip
+_METHODS = (
+    "__len__", "dim", "element_size", "get_device", "is_floating_point", "ndimension", "nelement", "numel",
+    "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad", "size",
+)  # fmt: skip
+_LOOKS_AT_NO_VALUE = frozenset(
+    # A version of torch that lacks one has no need of it.
+    [getattr(torch.Tensor, name).__get__ for name in _GETTERS if hasattr(torch.Tensor, name)]
+    + [getattr(torch.Tensor, name) for name in _METHODS if hasattr(torch.Tensor, name)]
+    + [getattr(torch.Tensor, name).__set__ for name in ("grad", "requires_grad")]
+)
 
 
-class Gate(Protocol):
-    """What a barrier asks before it lets a read through."""
+class _Behind:
+    """What a parameter's class adds to its own one while the parameter is behind a barrier."""
 
-    def holds(self, parameter: torch.Tensor) -> bool:
-        """Whether this engine updates the parameter."""
-        ...
+    __slots__ = ()
 
-    def read(self, parameter: torch.Tensor) -> None:
-        """Bring one parameter up to date; other tensors are none of its business."""
-        ...
+    _dear_barrier: ClassVar[ReadBarrier]
+    _dear_own_class: ClassVar[type[nn.Parameter]]
 
-    def read_all(self, *, interrupts: bool) -> None:
-        """Bring all parameters up to date.
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _LOOKS_AT_NO_VALUE:
+            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[misc] # the parameter's own
+        waiting = [*_behind_in(args), *_behind_in(kwargs.values())]
+        for parameter, behind in waiting:
+            behind._dear_barrier.read(parameter)
+        if not waiting:  # it came inside something that cannot be looked into, or another thread was faster
+            cls._dear_barrier.read_all()
+        return func(*args, **kwargs)
 
-        Args:
-            interrupts: whether training stands still for it, so that the step's duration says nothing.
-        """
-        ...
-
-
-class _Barrier(nn.Module):
-    """What an attached module's class adds to the original one. It has no state: copies need none."""
-
-    _dear_gates: ClassVar[tuple[Gate, ...]] = ()
-    _dear_original: ClassVar[type[nn.Module]]
-    _dear_reads_at_call: ClassVar[bool] = False
-
-    def __getattr__(self, name: str) -> Any:
-        value = super().__getattr__(name)
-        if isinstance(value, torch.Tensor):
-            for gate in type(self)._dear_gates:
-                gate.read(value)
-        return value
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if type(self)._dear_reads_at_call:
-            for parameter in _kept_in_plain_attributes(self):
-                for gate in type(self)._dear_gates:
-                    gate.read(parameter)
-        return super().__call__(*args, **kwargs)
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        _read_all(self, interrupts=False)
-        return super().named_parameters(*args, **kwargs)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        _plain(self).zero_grad(set_to_none)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        _read_all(self, interrupts=True)
-        return super().state_dict(*args, **kwargs)
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        _read_all(self, interrupts=True)
-        super()._load_from_state_dict(*args, **kwargs)
-
-    def train(self, mode: bool = True) -> Any:
-        if not mode:
-            _read_all(self, interrupts=True)
-        return super().train(mode)
-
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        _read_all(self, interrupts=True)
-        return super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call] # not annotated in torch
+    # In Python these begin with the object's class.
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        type(self)._dear_barrier.read(self)
+        return copy.deepcopy(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        _read_all(self, interrupts=True)
-        # From protocol 2 on pickle insists on the class that the object itself has.
-        return _plain(self).__reduce_ex__(min(protocol, 1))
+        type(self)._dear_barrier.read(self)
+        return self.__reduce_ex__(protocol)
 
 
-def attach(model: nn.Module, gate: Gate) -> None:
-    """Put the barrier before every module's parameters; a second engine on the same model joins the first.
+def _behind_in(arguments: Iterable[Any]) -> Iterator[tuple[nn.Parameter, type[_Behind]]]:
+    """The parameters behind a barrier, also those in lists and dictionaries, each with the class that it has now."""
+    for each in arguments:
+        kind = type(each)
+        if issubclass(kind, _Behind):
+            yield each, kind
+        elif issubclass(kind, dict):
+            yield from _behind_in(each.values())
+        elif issubclass(kind, (list, tuple)):
+            yield from _behind_in(each)
 
-    Raises:
-        UnsupportedError: a parameter that another engine updates already, or a module whose class cannot be
-            extended. Nothing has been changed then.
+
+class ReadBarrier:
+    """The read barrier of one engine.
+
+        close     step() leaves an update pending: the values go aside, NaN takes their place
+        unveil    the update is due: the values come back, for the updating thread's eyes only
+        open      the parameter is as any other
+
+    Args:
+        update: brings a parameter up to date; called before a read, from whichever thread reads.
+        update_all: brings all parameters up to date, and opens the barrier.
     """
-    others = {other for module in model.modules() for other in _gates(type(module))}
-    for name, parameter in nn.Module.named_parameters(model):
-        if gate.holds(parameter) and any(other.holds(parameter) for other in others):
-            raise UnsupportedError(f"{name} belongs to another DistributedOptimizer; close() that one first.")
-    for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):  # it reads its parameters in C++
-            raise UnsupportedError(f"{name or 'The model'} is a ScriptModule; dear_engine needs the original module.")
-    _swap(model, lambda gates: (*gates, gate))
 
+    def __init__(self, update: Callable[[nn.Parameter], None], update_all: Callable[[], None]) -> None:
+        self._update = update
+        self.read_all = update_all
+        self._classes: dict[type[nn.Parameter], type[nn.Parameter]] = {}
+        # By id: a tensor's own hash is Python, and these are asked for at every step.
+        self._aside: dict[int, torch.Tensor] = {}  # the values of those behind the barrier
+        self._nothing: dict[int, torch.Tensor] = {}  # what is there in their place
 
-def detach(model: nn.Module, gate: Gate) -> None:
-    """Take this engine's barrier away; modules that no engine is attached to get their own class back."""
-    _swap(model, lambda gates: tuple(other for other in gates if other is not gate))
+    def close(self, parameter: nn.Parameter) -> None:
+        """From now on the parameter is brought up to date before it is read, and what cannot see to that reads NaN."""
+        own = type(parameter)
+        if not issubclass(own, _Behind):
+            parameter.__class__ = self._behind(own)
+        with plainly():
+            self._aside[id(parameter)] = parameter.data
+            parameter.data = self._nan(parameter)
 
+    def unveil(self, parameter: nn.Parameter) -> None:
+        """Give the values back; others still wait for `open`."""
+        values = self._aside.pop(id(parameter), None)
+        if values is not None:
+            with plainly():
+                parameter.data = values
 
-def _swap(model: nn.Module, changed: Callable[[tuple[Gate, ...]], tuple[Gate, ...]]) -> None:
-    classes: dict[tuple[Any, ...], type[nn.Module]] = {}
-    before = [(module, type(module)) for module in model.modules()]
-    for name, module in model.named_modules():
-        if issubclass(type(module), _Barrier) and "_dear_gates" not in vars(type(module)):
-            continue  # someone has extended our class since, as parametrizations do: it stays as it is
-        kind = (_original(type(module)), bool(_kept_in_plain_attributes(module)), changed(_gates(type(module))))
+    def read(self, parameter: Any) -> None:
+        """Bring the parameter up to date; from now on it is read as any other."""
+        self._update(parameter)
+        self.open(parameter)
+
+    def open(self, parameter: nn.Parameter) -> None:
+        """From now on the parameter is read as any other."""
+        attached = type(parameter)
+        if issubclass(attached, _Behind):
+            parameter.__class__ = attached._dear_own_class
+
+    def closed(self, parameter: torch.Tensor) -> bool:
+        """Whether nothing has read the parameter since it was closed."""
+        return isinstance(parameter, _Behind)
+
+    def check(self, name: str, parameter: nn.Parameter) -> None:
+        """Raise `UnsupportedError` for a parameter whose class cannot be extended."""
+        if self.closed(parameter):
+            return
         try:
-            if kind not in classes:
-                classes[kind] = _extended(*kind) if kind[-1] else kind[0]
-            module.__class__ = classes[kind]
-        except Exception as error:  # a class may do as it likes when it is extended
-            for earlier, own in before:
-                earlier.__class__ = own
+            parameter.__class__ = self._behind(type(parameter))
+        except TypeError as error:
             raise UnsupportedError(
-                f"{name or 'The model'} is a {type(module).__name__}, whose class cannot be extended ({error}); "
-                "dear_engine needs a plain nn.Module there."
+                f"{name} is a {type(parameter).__name__}, whose class cannot be extended ({error}); dear_engine needs "
+                "a plain torch.nn.Parameter there."
             ) from error
+        self.open(parameter)
+
+    def _nan(self, parameter: nn.Parameter) -> torch.Tensor:
+        nothing = self._nothing.get(id(parameter))
+        if nothing is None or nothing.dtype != parameter.dtype or nothing.device != parameter.device:
+            nan = torch.full((), torch.nan, dtype=parameter.dtype, device=parameter.device)
+            nothing = self._nothing[id(parameter)] = nan.expand(parameter.shape)
+        return nothing
+
+    def _behind(self, own: type[nn.Parameter]) -> type[nn.Parameter]:
+        if own not in self._classes:
+            members = {
+                "_dear_barrier": self,
+                "_dear_own_class": own,
+                # Code and messages that go by a class's name go on as before.
+                "__module__": own.__module__,
+                "__qualname__": own.__qualname__,
+                "__doc__": own.__doc__,
+            }
+            self._classes[own] = types.new_class(
+                own.__name__, (_Behind, own), exec_body=lambda body: body.update(members)
+            )
+        return self._classes[own]
 
 
-def _original(attached: type[nn.Module]) -> type[nn.Module]:
-    return attached._dear_original if issubclass(attached, _Barrier) else attached
+def holders(parameters: Iterable[nn.Parameter]) -> dict[int, int]:
+    """How many of these parameters lie in each storage: several of a recurrent layer do, on a GPU."""
+    with plainly():
+        return dict(Counter(_storage(parameter)._cdata for parameter in parameters))
 
 
-def _gates(attached: type[nn.Module]) -> tuple[Gate, ...]:
-    return attached._dear_gates if issubclass(attached, _Barrier) else ()
+def shared_memory(parameter: nn.Parameter, known: dict[int, int]) -> bool:
+    """Whether some tensor besides those that `holders` knows shares the parameter's memory, and shows it unasked.
+
+    Kept `.data`, `.detach()`, views and numpy arrays do, and so do graphs that still wait for their backward.
+    """
+    with plainly():
+        storage = _storage(parameter)
+        # One more for `storage` itself.
+        return torch._C._storage_Use_Count(storage._cdata) > known.get(storage._cdata, 1) + 1
 
 
-def _extended(original: type[nn.Module], reads_at_call: bool, gates: tuple[Gate, ...]) -> type[nn.Module]:
-    members = {
-        "_dear_gates": gates,
-        "_dear_original": original,
-        "_dear_reads_at_call": reads_at_call,
-        # Code and messages that go by a class's name go on as before.
-        "__module__": original.__module__,
-        "__qualname__": original.__qualname__,
-        "__doc__": original.__doc__,
-    }
-    return types.new_class(original.__name__, (_Barrier, original), exec_body=lambda body: body.update(members))
-
-
-def _kept_in_plain_attributes(module: nn.Module) -> list[nn.Parameter]:
-    """Parameters that the module reads past attribute access: the recurrent layers keep theirs in a list."""
-    kept: list[Any] = []
-    for value in vars(module).values():
-        if isinstance(value, (list, tuple)):
-            kept.extend(value)
-    return [item for item in kept if isinstance(item, nn.Parameter)]
-
-
-def _read_all(module: _Barrier, *, interrupts: bool) -> None:
-    for gate in type(module)._dear_gates:
-        gate.read_all(interrupts=interrupts)
-
-
-def _plain(module: _Barrier) -> nn.Module:
-    """The same module, attributes and all, in its original class: what goes through it passes no barrier."""
-    plain: nn.Module = object.__new__(type(module)._dear_original)
-    plain.__dict__ = module.__dict__
-    return plain
+def _storage(parameter: nn.Parameter) -> torch.UntypedStorage:
+    return parameter.untyped_storage()

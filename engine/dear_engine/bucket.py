@@ -1,12 +1,4 @@
-"""A bucket: the fused flat buffer of some layers' gradients, and where it stands in the iteration.
-
-    flat    [ gradients, one parameter after the other | presence flags | padding ]     (world_size * n,)
-    shard r                flat[r * n : (r + 1) * n], n the same for all ranks
-
-A presence flag, one element a parameter, is 1 on the ranks that have a gradient for it. It travels with the
-gradients, so that after the all-gather every rank knows, with no extra message, which parameters had a gradient
-anywhere: plain torch skips those that had none, and so do we.
-"""
+"""A bucket: the fused flat buffer of some layers' gradients, and where it stands in the iteration."""
 
 from __future__ import annotations
 
@@ -15,14 +7,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dear_tune.errors import GradientError, StaleParameterError, UnsupportedError
+from dear_tune.errors import GradientError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from torch import nn
 
     from dear_engine.collectives import Work
+    from dear_engine.layout import Layout, Place
 
 __all__ = ["Bucket", "BucketState", "Slot"]
 
@@ -37,22 +30,14 @@ class BucketState(Enum):
 
 
 class Slot:
-    """One parameter's place in a bucket.
+    """One parameter's place in a bucket."""
 
-    Attributes:
-        view: the parameter's gradient inside the flat buffer, of the parameter's shape.
-        current: whether the parameter was read through the model, or brought up to date, since the last step: only
-            then can a use of it in forward have seen its latest value.
-    """
-
-    def __init__(self, name: str, parameter: nn.Parameter, view: torch.Tensor) -> None:
+    def __init__(self, name: str, parameter: nn.Parameter, place: Place) -> None:
         self.name = name
         self.parameter = parameter
-        self.view = view
-        self.current = True
+        self.place = place
         self._sent: torch.Tensor | None = None
         self._version = 0
-        self._pending_version = 0
 
     @property
     def filled(self) -> bool:
@@ -63,117 +48,144 @@ class Slot:
         """Copy the parameter's gradient, if it has one, into the flat buffer; say whether it had."""
         gradient = self.parameter.grad
         if gradient is None:
-            self.view.zero_()
+            self.place.put(_zeros_like(self.parameter))
             return False
-        if gradient.layout is not torch.strided:
-            raise UnsupportedError(
-                f"{self.name} has a {gradient.layout} gradient; build its module with sparse=False to use dear_engine."
-            )
-        self.view.copy_(gradient.detach())
+        self.place.put(gradient.detach())
         self._sent, self._version = gradient, gradient._version
         return True
 
-    def outdate(self) -> None:
-        """An update of the parameter is pending from now on."""
-        self.current = False
-        self._pending_version = self.parameter._version
+    def forget(self) -> None:
+        """What was sent is of no use any more."""
+        self._sent = None
 
-    def check_unwritten(self) -> None:
-        """Raise if the parameter was written since `outdate`: the update would go on top of it, or undo it."""
-        if self.parameter._version != self._pending_version:
-            raise StaleParameterError(
-                f"{self.name} was written after step() through a reference that is not the model's own attribute, when "
-                "its update was still pending. Call optimizer.synchronize() before you write."
-            )
+    @property
+    def grown(self) -> bool:
+        """Whether a backward pass has added to exactly what was sent."""
+        gradient = self.parameter.grad
+        return gradient is not None and gradient is self._sent and gradient._version == self._version + 1
 
-    def release(self) -> None:
-        """Forget what was sent; raise if it is no longer what the parameter carries."""
-        sent, self._sent = self._sent, None
-        if self.parameter.grad is not sent or (sent is not None and sent._version != self._version):
+    @property
+    def outlived(self) -> bool:
+        """Whether what was sent is no longer what the parameter carries: it has been dropped, or is new.
+
+        Raises:
+            GradientError: it has been changed by other means than by dropping it.
+        """
+        gradient, sent = self.parameter.grad, self._sent
+        if gradient is sent and (sent is None or sent._version == self._version):
+            return False
+        dropped = gradient is None or (gradient is sent and not gradient.any())
+        if sent is not None and not dropped:
             raise GradientError(
                 f"The gradient of {self.name} was changed between backward() and step(), when it had already been "
-                "communicated, so the change would be lost. Gradient clipping and other changes of gradients are not "
-                "supported yet: leave the gradients as they are until step()."
+                "communicated, so the change would be lost. To clip by the norm use optimizer.clip_grad_norm_(); for "
+                "other changes use hooks (Tensor.register_hook), which run before."
             )
+        return True
 
 
 class Bucket:
-    """A fused flat buffer. See the module's text.
+    """A fused flat buffer.
 
     Args:
         parameters: of one dtype and device, by name.
-        world_size: the number of shards.
+        layout: where their gradients lie.
+        dtype: of the gradients on the wire.
+
+    Attributes:
+        flat: the gradients, and after the reduce-scatter this rank's shard of their mean: (layout.length,).
+        gathered: a second buffer, for what has another dtype on the wire than the gradients.
+        work: the collective that was started last, until someone has waited for it.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], world_size: int) -> None:
-        sizes = [parameter.numel() for parameter in parameters.values()]
-        length = sum(sizes) + len(sizes)
-        like = next(iter(parameters.values()))
-        self.flat = torch.zeros(-(-length // world_size) * world_size, dtype=like.dtype, device=like.device)
-        *views, self._flags, _ = self.flat.split([*sizes, len(sizes), self.flat.numel() - length])
-        self.slots = [
-            Slot(name, parameter, view.view(parameter.shape))
-            for (name, parameter), view in zip(parameters.items(), views, strict=True)
-        ]
+    def __init__(self, parameters: Mapping[str, nn.Parameter], layout: Layout, dtype: torch.dtype) -> None:
+        members = list(parameters.values())
+        self.layout = layout
+        self.flat = torch.zeros(layout.length, dtype=dtype, device=members[0].device)
+        self._flags = self.layout.flags(self.flat)
+        places = self.layout.places(self.flat)
+        self.slots = [Slot(*each) for each in zip(parameters, members, places, strict=True)]
         self.state = BucketState.ACCUMULATING
+        self.gathered: torch.Tensor | None = None
         self.work: Work | None = None
+        self._marked: nn.Parameter | None = None
         self._all_local = False
         self._missing: int | None = None  # gradients of this step; counted when the first one comes
+
+    @property
+    def own_gradients(self) -> list[torch.Tensor]:
+        """After the reduce-scatter: the mean gradients in this rank's shard, 1-D views, none of them empty."""
+        return self.layout.own_gradients(self.flat)
 
     @property
     def complete(self) -> bool:
         """Whether every gradient of this step has come that can."""
         return self._trainable() == 0 if self._missing is None else self._missing == 0
 
+    def mark(self, parameter: nn.Parameter, gradient_class: type[torch.Tensor]) -> None:
+        """See to it that one of its gradients is of this class; the parameter has one."""
+        if self._marked is None or not isinstance(self._marked.grad, gradient_class):
+            self._marked = parameter
+            gradient = parameter.grad
+            assert gradient is not None
+            # `as_subclass` keeps the graph of a gradient that has one, but is a view, which `detach_()` refuses.
+            parameter.grad = (
+                gradient.as_subclass(gradient_class)
+                if gradient.requires_grad
+                else torch.Tensor._make_subclass(gradient_class, gradient)
+            )
+
     def fill(self, slot: Slot) -> None:
-        """Take in a gradient that has come; once more if it has grown since."""
+        """Take in a gradient that has come."""
         if self._missing is None:
+            self.wait()
             self._missing = self._trainable()
-        self._missing -= not slot.filled
+        self._missing -= 1
         slot.fill()
 
     def close(self) -> None:
-        """Write what has not come yet, and the flags; nothing can be added until the next step."""
+        """Write what has not come yet, and the flags; nothing can be added until the next round."""
+        self.wait()
         present = [slot.filled or slot.fill() for slot in self.slots]
         self._all_local = all(present)
-        if self._all_local:
-            self._flags.fill_(1)
-        else:
-            self._flags.copy_(torch.tensor(present, dtype=self.flat.dtype))
+        for flags in self._flags:
+            if self._all_local:
+                flags.fill_(1)
+            else:
+                flags.copy_(torch.tensor(present, dtype=flags.dtype))
         self.state = BucketState.REDUCING
 
+    def wait(self) -> None:
+        """For its collective, if one is on its way: an abandoned one may still write to the flat buffer."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+
+    def reopen(self) -> None:
+        """Abandon what was sent: the gradients of this step are still to come, or to grow."""
+        self.state = BucketState.ACCUMULATING
+        self.release()
+
     def release(self) -> None:
-        """Let the sent gradients go, at step(); `GradientError` if one was changed after it was sent."""
+        """Let the sent gradients go."""
         self._missing = None
         for slot in self.slots:
-            slot.release()
+            slot.forget()
 
     @property
     def in_use(self) -> bool:
         """Whether it holds gradients of a step that has not been taken."""
         return self.state is BucketState.REDUCING or any(slot.filled for slot in self.slots)
 
-    def set_current(self) -> None:
-        """Note for all its parameters that whatever anyone reads now is their latest value."""
-        for slot in self.slots:
-            slot.current = True
-
-    def outdate(self) -> None:
-        """Its update is pending from now on."""
-        for slot in self.slots:
-            slot.outdate()
-
-    def check_unwritten(self) -> None:
-        """Raise `StaleParameterError` if one of its parameters was written since `outdate`."""
-        for slot in self.slots:
-            slot.check_unwritten()
+    def present(self) -> list[bool]:
+        """Once the flags have come: for each slot whether any rank had a gradient."""
+        # What is present here is present somewhere; only otherwise must the host read the flags.
+        return [True] * len(self.slots) if self._all_local else self._flags[0].gt(0).tolist()
 
     def _trainable(self) -> int:
         """How many parameters gradients can come for: some may have been frozen since the bucket was built."""
         return sum(slot.parameter.requires_grad for slot in self.slots)
 
-    def averaged(self) -> Sequence[torch.Tensor | None]:
-        """After the all-gather: each slot's mean gradient over ranks, None where no rank had one."""
-        # What is present here is present somewhere; only otherwise must the host read the flags.
-        present = [True] * len(self.slots) if self._all_local else self._flags.gt(0).tolist()
-        return [slot.view if there else None for slot, there in zip(self.slots, present, strict=True)]
+
+def _zeros_like(parameter: nn.Parameter) -> torch.Tensor:
+    return torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)

@@ -11,6 +11,9 @@ Gloo: its own reduce-scatter sends an all-reduce's bytes, so shards go around a 
 (at two ranks: one pairwise exchange), which measured fastest at four ranks too (docs/engine.md). Gloo's calls
 block their caller, so one thread makes them all, first in first out: every rank queues in the same order, and
 no other agreement is needed. NCCL: its own collectives, whose stream is that queue.
+
+Every collective has a label, the same on all ranks. On Gloo it is the messages' tag: ranks whose programs have parted
+wait for each other until the group's timeout, and never take one collective's data for another's.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from __future__ import annotations
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -66,12 +69,16 @@ class Collectives(Protocol):
     world_size: int
     traffic: Traffic
 
-    def reduce_scatter(self, flat: torch.Tensor) -> Work:
+    def reduce_scatter(self, flat: torch.Tensor, label: int) -> Work:
         """Average the buffer's shards over the ranks; own shard of `flat`: (world_size * n,)."""
         ...
 
-    def all_gather(self, flat: torch.Tensor) -> Work:
+    def all_gather(self, flat: torch.Tensor, label: int) -> Work:
         """Fill all shards of `flat` (world_size * n,) from their owners; follows a `reduce_scatter` unawaited."""
+        ...
+
+    def all_reduce(self, values: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> Work:
+        """Combine a few numbers over the ranks, element by element, in place."""
         ...
 
 
@@ -88,7 +95,12 @@ class Channel:
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         ranks = dist.get_process_group_ranks(process_group)
-        self.group = dist.new_group(ranks, backend="gloo", use_local_synchronization=len(ranks) < dist.get_world_size())
+        self.group = dist.new_group(
+            ranks,
+            timeout=_timeout_of(process_group),
+            backend="gloo",
+            use_local_synchronization=len(ranks) < dist.get_world_size(),
+        )
         self.rank = dist.get_rank(process_group)
         self.world_size = len(ranks)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dear-communication")
@@ -98,15 +110,22 @@ class Channel:
         """Run a job after all those submitted before it."""
         return _QueuedWork(self._thread.submit(self._run, job))
 
-    def all_reduce_max(self, values: torch.Tensor) -> Work:
-        """The element-wise maximum over ranks, in place; a tensor on the CPU."""
-        return self.submit(lambda: self.group.allreduce([values], dist.ReduceOp.MAX).wait())
+    def all_reduce(self, values: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> Work:
+        """Combine a tensor on the CPU over the ranks, element by element, in place."""
+        return self.submit(lambda: self.group.allreduce([values], operation).wait())
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Every rank's picklable object, by rank, on every rank; waits for it."""
+        everyone: list[Any] = [None] * self.world_size
+        self.submit(lambda: dist.all_gather_object(everyone, value, group=self.group)).wait()
+        return everyone
 
     def close(self) -> None:
         """Finish what is queued, end the thread and leave the group."""
         self._thread.shutdown()
         if dist.is_initialized():  # otherwise the user has destroyed all groups already
             dist.destroy_process_group(self.group)
+        del self.group  # it holds connections as long as anything refers to it
 
     def _run(self, job: Callable[[], None]) -> None:
         if self._broken is not None:  # a partner is lost: later jobs would wait for it in vain
@@ -171,36 +190,40 @@ class RingCollectives(Collectives):
         self._left = (self.rank - 1) % self.world_size
 
     @override
-    def reduce_scatter(self, flat: torch.Tensor) -> Work:
+    def reduce_scatter(self, flat: torch.Tensor, label: int) -> Work:
         self.traffic.reduce_scatters += 1
-        return self._channel.submit(lambda: self._reduce_scatter(flat.chunk(self.world_size)))
+        return self._channel.submit(lambda: self._reduce_scatter(flat.chunk(self.world_size), label))
 
     @override
-    def all_gather(self, flat: torch.Tensor) -> Work:
+    def all_gather(self, flat: torch.Tensor, label: int) -> Work:
         self.traffic.all_gathers += 1
-        return self._channel.submit(lambda: self._all_gather(flat.chunk(self.world_size)))
+        return self._channel.submit(lambda: self._all_gather(flat.chunk(self.world_size), label))
 
-    def _reduce_scatter(self, shards: tuple[torch.Tensor, ...]) -> None:
+    @override
+    def all_reduce(self, values: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> Work:
+        return self._channel.all_reduce(values, operation)
+
+    def _reduce_scatter(self, shards: tuple[torch.Tensor, ...], label: int) -> None:
         received = torch.empty_like(shards[0])
         early = received.dtype is torch.float16  # whose sums would overflow; for others one shard is less work than all
         for shard in shards if early else ():
             shard.div_(self.world_size)
         for hop in range(1, self.world_size):
             # The partial sum that arrives in the last hop is that of the own shard.
-            self._exchange(shards[(self.rank - hop) % self.world_size], received)
+            self._exchange(shards[(self.rank - hop) % self.world_size], received, label)
             shards[(self.rank - hop - 1) % self.world_size].add_(received)
         if self.world_size > 1 and not early:
             shards[self.rank].div_(self.world_size)
 
-    def _all_gather(self, shards: tuple[torch.Tensor, ...]) -> None:
+    def _all_gather(self, shards: tuple[torch.Tensor, ...], label: int) -> None:
         for hop in range(1, self.world_size):
             outgoing = shards[(self.rank - hop + 1) % self.world_size]
-            self._exchange(outgoing, shards[(self.rank - hop) % self.world_size])
+            self._exchange(outgoing, shards[(self.rank - hop) % self.world_size], label)
 
-    def _exchange(self, outgoing: torch.Tensor, incoming: torch.Tensor) -> None:
+    def _exchange(self, outgoing: torch.Tensor, incoming: torch.Tensor, label: int) -> None:
         # Receiving is posted first, so that Gloo writes what arrives straight to its place.
-        receipt = self._channel.group.recv([incoming], self._left, 0)
-        sending = self._channel.group.send([outgoing], self._right, 0)
+        receipt = self._channel.group.recv([incoming], self._left, label)
+        sending = self._channel.group.send([outgoing], self._right, label)
         receipt.wait()
         sending.wait()
         self.traffic.sent_bytes += outgoing.nbytes
@@ -218,25 +241,32 @@ class NativeCollectives(Collectives):
         self._group = process_group
 
     @override
-    def reduce_scatter(self, flat: torch.Tensor) -> Work:
+    def reduce_scatter(self, flat: torch.Tensor, label: int) -> Work:
         self.traffic.reduce_scatters += 1
-        return self._started(
-            flat, dist.reduce_scatter_tensor(self._own(flat), flat, dist.ReduceOp.AVG, self._group, async_op=True)
-        )
+        self._count(flat)
+        return _started(dist.reduce_scatter_tensor(self._own(flat), flat, dist.ReduceOp.AVG, self._group, True))
 
     @override
-    def all_gather(self, flat: torch.Tensor) -> Work:
+    def all_gather(self, flat: torch.Tensor, label: int) -> Work:
         self.traffic.all_gathers += 1
-        return self._started(flat, dist.all_gather_into_tensor(flat, self._own(flat), self._group, async_op=True))
+        self._count(flat)
+        return _started(dist.all_gather_into_tensor(flat, self._own(flat), self._group, async_op=True))
+
+    @override
+    def all_reduce(self, values: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> Work:
+        return _started(dist.all_reduce(values, operation, self._group, async_op=True))
 
     def _own(self, flat: torch.Tensor) -> torch.Tensor:
         return flat.chunk(self.world_size)[self.rank]
 
-    def _started(self, flat: torch.Tensor, work: dist.Work | None) -> Work:
-        if work is None:
-            raise CommunicationError("This process is not part of the optimizer's process group.")
+    def _count(self, flat: torch.Tensor) -> None:
         self.traffic.sent_bytes += flat.nbytes // self.world_size * (self.world_size - 1)
-        return _NativeWork(work)
+
+
+def _started(work: dist.Work | None) -> Work:
+    if work is None:
+        raise CommunicationError("This process is not part of the optimizer's process group.")
+    return _NativeWork(work)
 
 
 def check_backend(process_group: dist.ProcessGroup, device: torch.device) -> None:

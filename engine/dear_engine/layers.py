@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from dear_tune.contract import Layer
 from dear_tune.errors import UnsupportedError
 
-if TYPE_CHECKING:
-    import torch
+__all__ = ["ModelLayer", "Owned", "dtype_name", "layers_of", "parameters_of"]
 
-__all__ = ["ModelLayer", "dtype_name", "layers_of"]
+Owned = dict[str, dict[str, nn.Parameter]]
+"""Parameters by their full names, by the name of the module that owns them."""
 
 _LONGEST_NAME = 512  # characters that the wire contract allows; the end tells more than the beginning
 
@@ -24,7 +24,7 @@ class ModelLayer:
     """A module's directly owned parameters of one dtype.
 
     Attributes:
-        layer: name, bytes and dtype, as fusion and the wire contract know it.
+        layer: name, bytes on the wire and dtype, as fusion and the wire contract know it.
         parameters: by their full names in the model.
     """
 
@@ -32,15 +32,14 @@ class ModelLayer:
     parameters: dict[str, nn.Parameter]
 
 
-def layers_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[ModelLayer]:
-    """The layers of the parameters that the optimizer trains, in registration order.
+def parameters_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Owned:
+    """The optimizer's parameters by the module that owns them, in registration order, and by their full names.
 
-    A tied parameter belongs to the module that is registered first. Frozen parameters and those without elements
-    are left out: they have no gradient to communicate.
+    A tied parameter belongs to the module that is registered first. Parameters without elements are left out: there is
+    nothing to communicate.
 
     Raises:
-        UnsupportedError: the optimizer holds a parameter that is not the model's, or one that the engine cannot
-            handle.
+        UnsupportedError: the optimizer holds a parameter that is not the model's.
     """
     for name, module in model.named_modules():
         if isinstance(module, nn.parallel.DistributedDataParallel):
@@ -48,23 +47,45 @@ def layers_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[ModelL
                 f"{name or 'The model'} is a DistributedDataParallel, which reduces gradients itself; "
                 "DistributedOptimizer takes its place: pass the module inside."
             )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UnsupportedError(
+                f"{name or 'The model'} is a ScriptModule, which reads its parameters where Python cannot see it; "
+                "dear_engine needs the original module."
+            )
     wanted = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    layers: list[ModelLayer] = []
+    owned: Owned = {}
     for prefix, module in model.named_modules():
-        owned: dict[str, dict[str, nn.Parameter]] = {}
-        for name, parameter in module.named_parameters(prefix, recurse=False):
-            if parameter in wanted:
-                wanted.remove(parameter)
-                if parameter.requires_grad and parameter.numel():
-                    owned.setdefault(dtype_name(parameter.dtype), {})[name] = parameter
-        layers.extend(_layer(prefix or "(root)", dtype, owned[dtype]) for dtype in owned)
+        mine = {n: p for n, p in module.named_parameters(prefix, recurse=False) if p in wanted}
+        if lazy := [name for name, parameter in mine.items() if nn.parameter.is_lazy(parameter)]:
+            raise UnsupportedError(f"{lazy[0]} has no shape yet: run a forward pass before DistributedOptimizer(...).")
+        wanted.difference_update(mine.values())
+        owned[prefix or "(root)"] = {name: parameter for name, parameter in mine.items() if parameter.numel()}
     if wanted:
         shapes = ", ".join(str(tuple(parameter.shape)) for parameter in wanted)
         raise UnsupportedError(
             f"The optimizer holds {len(wanted)} parameters that the model does not (shapes {shapes}). "
             "Pass the module that owns all of them."
         )
-    _check(layers)
+    return {name: parameters for name, parameters in owned.items() if parameters}
+
+
+def layers_of(owned: Owned, wire_dtype: torch.dtype | None = None) -> list[ModelLayer]:
+    """The layers of parameters that take part in training.
+
+    Args:
+        owned: as from `parameters_of`, in the order of forward.
+        wire_dtype: what gradients are communicated in; None for each parameter's own.
+
+    Raises:
+        UnsupportedError: a parameter that the engine cannot handle.
+    """
+    layers: list[ModelLayer] = []
+    for name, parameters in owned.items():
+        by_dtype: dict[torch.dtype, dict[str, nn.Parameter]] = {}
+        for full_name, parameter in parameters.items():
+            by_dtype.setdefault(parameter.dtype, {})[full_name] = parameter
+        layers.extend(_layer(name, members, dtype, wire_dtype or dtype) for dtype, members in by_dtype.items())
+    _check([item for layer in layers for item in layer.parameters.items()])
     return layers
 
 
@@ -73,15 +94,14 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _layer(name: str, dtype: str, parameters: dict[str, nn.Parameter]) -> ModelLayer:
-    size = sum(parameter.nbytes for parameter in parameters.values())
-    return ModelLayer(layer=Layer(name=name[-_LONGEST_NAME:], bytes=size, dtype=dtype), parameters=parameters)
+def _layer(name: str, parameters: dict[str, nn.Parameter], dtype: torch.dtype, wire_dtype: torch.dtype) -> ModelLayer:
+    size = wire_dtype.itemsize * sum(parameter.numel() for parameter in parameters.values())
+    return ModelLayer(
+        layer=Layer(name=name[-_LONGEST_NAME:], bytes=size, dtype=dtype_name(dtype)), parameters=parameters
+    )
 
 
-def _check(layers: list[ModelLayer]) -> None:
-    if not layers:
-        raise UnsupportedError("No parameter of the optimizer requires a gradient: there is nothing to train.")
-    named = [item for layer in layers for item in layer.parameters.items()]
+def _check(named: list[tuple[str, nn.Parameter]]) -> None:
     devices = {parameter.device for _, parameter in named}
     if len(devices) > 1:
         raise UnsupportedError(f"The model's parameters lie on several devices ({devices}); one is supported.")

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 from pydantic import ValidationError
 
-from dear_engine import barrier
+from dear_engine.agreement import Settings, agree, start_equal
+from dear_engine.barrier import plainly
 from dear_engine.collectives import Channel, Traffic, check_backend, collectives_for
-from dear_engine.layers import ModelLayer, dtype_name, layers_of
-from dear_engine.schedule import Schedule
+from dear_engine.hooks import hang_on
+from dear_engine.layers import dtype_name, parameters_of
+from dear_engine.schedule import Schedule, belongs_to_a_schedule
+from dear_engine.sharded import Sharded
 from dear_engine.timing import IterationTimer, clock_for
 from dear_engine.tuner import ServiceThread, Tuner, TuningLoop
-from dear_engine.update import check_hooks, check_supported
+from dear_engine.update import Replicated, check_hooks
 from dear_tune.client import Client
 from dear_tune.contract import DEFAULT_THRESHOLD_BYTES, Fingerprint
 from dear_tune.errors import UnsupportedError
@@ -28,11 +29,14 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from dear_engine.layers import Owned
     from dear_tune.fusion import FusionPlan
 
 __all__ = ["DistributedOptimizer"]
 
 logger = logging.getLogger("dear_engine")
+
+_ORDER_KNOWN_AFTER = 2  # steps: the first leaves updates pending, the second's forward reads them
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -40,7 +44,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     All ranks of the process group construct it together, with the same model and optimizer; parameters and buffers
     start as rank 0's. Between `step()` and the next forward, updates are pending: they are applied when a parameter
-    is first read through the model. Gradients in `.grad` are this rank's own, and must not be changed between
+    is first read, by whatever name. Gradients in `.grad` are this rank's own, and must not be changed between
     `backward()` and `step()`.
 
     Args:
@@ -48,15 +52,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         model: owns all of the optimizer's parameters.
         threshold_bytes: the fusion threshold, in bytes, to begin with; with a tuner the default it must beat.
         tuner: how the threshold is tuned; "environment": by `DEAR_TUNE_URL` if that is set; None: not at all.
-        update: "replicated": every rank steps all parameters.
+        update: "replicated": every rank steps all parameters. "sharded": every rank steps its own part of each, and
+            keeps the optimizer's state of that part only; for optimizers that treat every element on its own.
+        communication_dtype: what gradients are communicated in, such as torch.bfloat16; None for the parameters' own.
         process_group: the ranks that train together; None for all.
 
     Raises:
         UnsupportedError: before anything is changed, for what the engine would get wrong.
     """
-
-    # The stock GradScaler then leaves unscaling to `step`, and so to us.
-    _step_supports_amp_scaling = True
 
     def __init__(
         self,
@@ -65,53 +68,73 @@ class DistributedOptimizer(torch.optim.Optimizer):
         *,
         threshold_bytes: int = DEFAULT_THRESHOLD_BYTES,
         tuner: Tuner | Literal["environment"] | None = "environment",
-        update: Literal["replicated"] = "replicated",
+        update: Literal["replicated", "sharded"] = "replicated",
+        communication_dtype: torch.dtype | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise UnsupportedError("DistributedOptimizer(optimizer, model): the optimizer comes first, then the model.")
         if not dist.is_initialized():
             raise UnsupportedError("Call torch.distributed.init_process_group() before DistributedOptimizer(...).")
-        if update != "replicated":
-            raise UnsupportedError(f'update={update!r}: only "replicated" is supported.')
+        if update not in ("replicated", "sharded"):
+            raise UnsupportedError(f'update={update!r}: it is "replicated" or "sharded".')
+        if communication_dtype is not None and not communication_dtype.is_floating_point:
+            raise UnsupportedError(f"communication_dtype={communication_dtype}: it is a real floating point dtype.")
         if isinstance(threshold_bytes, bool) or not isinstance(threshold_bytes, int) or threshold_bytes < 1:
             raise UnsupportedError(f"threshold_bytes is a whole number of bytes, at least 1; got {threshold_bytes!r}.")
         group = process_group or dist.group.WORLD
         assert group is not None  # it is initialized
         if dist.get_rank(group) < 0:
             raise UnsupportedError("This process is not a member of process_group; only its members train with it.")
-        check_supported(optimizer)
-        layers = layers_of(model, optimizer)
-        device = next(iter(layers[0].parameters.values())).device
-        check_backend(group, device)
-        wanted = _Settings(
-            threshold_bytes=threshold_bytes, tuner=Tuner.from_environment() if tuner == "environment" else tuner
+        _check_supported(optimizer)
+        owned = parameters_of(model, optimizer)
+        self._device = _check_trainable(owned)
+        check_backend(group, self._device)
+        tuner = Tuner.from_environment() if tuner == "environment" else tuner
+        wanted = Settings(
+            threshold_bytes=threshold_bytes, tuner=tuner, update=update, communication_dtype=communication_dtype
         )
         self._optimizer = optimizer
         self._model = model
+        self._group = group
         # As an optimizer that is restored from a pickle sets itself up, without parameter groups of its own.
         self.__setstate__({"defaults": optimizer.defaults})
         self._channel = Channel(group)
         try:
-            settings = _agree(self._channel, layers, list(model.buffers()), wanted)
-            self._frozen = _frozen_parameters(optimizer)
-            self._collectives = collectives_for(group, device, self._channel)
-            self._schedule = Schedule(layers, optimizer, self._collectives, settings.threshold_bytes)
-            self._threshold_bytes = settings.threshold_bytes
-            self._timer = IterationTimer(clock_for(device))
-            barrier.attach(model, self)
+            self._settings = agree(self._channel, model, optimizer, wanted)
+            self._sharded = Sharded(optimizer, self._channel) if self._settings.update == "sharded" else None
+            self._collectives = collectives_for(group, self._device, self._channel)
+            self._schedule = Schedule(
+                owned,
+                optimizer,
+                self._collectives,
+                self._sharded or Replicated(optimizer, self._channel.rank, self._channel.world_size),
+                self._channel,
+                threshold_bytes=self._settings.threshold_bytes,
+                wire_dtype=self._settings.communication_dtype,
+            )
         except UnsupportedError:
             self._channel.close()
             raise
-        _start_equal(model, group)
+        start_equal([*model.parameters(), *model.buffers()], group)
+        if self._sharded is not None:
+            self._sharded.take_over()
         self._schedule.start()
-        self._closed = False
+        self._timer = IterationTimer(clock_for(self._device))
+        self._step_hook = optimizer.register_step_pre_hook(_refuse_to_step)
         # Also whoever goes to the wrapped optimizer gets its latest state, and does not restore under an update.
-        self._state_hooks = [
-            optimizer.register_state_dict_pre_hook(lambda _: self.read_all(interrupts=True)),
-            optimizer.register_load_state_dict_pre_hook(lambda _, __: self.read_all(interrupts=True)),
+        self._other_hooks = [
+            optimizer.register_state_dict_pre_hook(lambda _: self._before_state_dict()),
+            optimizer.register_load_state_dict_pre_hook(lambda _, __: self._schedule.synchronize()),
+            optimizer.register_load_state_dict_post_hook(lambda _: self._after_load_state_dict()),
+            *hang_on(model, update=self._update_parameters_of, interrupt=self._timer.interrupt),
         ]
-        self._tuning = self._tuning_loop(settings, layers, dist.get_backend(group), device)
+        self._closed = False
+        self._consolidated: dict[str, Any] | None = None
+        self._consolidate_first = False
+        self._tuning: TuningLoop | None = None
+        self._until_order = _ORDER_KNOWN_AFTER
+        self._parameter_count = _count(optimizer)
 
     # Both read-only on purpose: they are always the wrapped optimizer's.
     @property
@@ -121,14 +144,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """The wrapped optimizer's state, by parameter, with all pending updates applied."""
+        """The optimizer's state, by parameter, with all pending updates applied; sharded: of this rank's parts."""
         self._schedule.synchronize()
-        return self._optimizer.state
+        return self._optimizer.state if self._sharded is None else self._sharded.state
 
     @property
     def threshold_bytes(self) -> int:
         """The fusion threshold in force, in bytes; see `set_threshold`."""
-        return self._threshold_bytes
+        return self._schedule.threshold_bytes
 
     @property
     def plan(self) -> FusionPlan:
@@ -137,8 +160,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def tuning(self) -> bool:
-        """Whether thresholds are being tried; the same on all ranks at the same step."""
-        return self._tuning is not None and self._tuning.measuring
+        """Whether thresholds are being tried, or will be; the same on all ranks at the same step."""
+        return self._settings.tuner is not None if self._tuning is None else self._tuning.measuring
 
     @property
     def traffic(self) -> Traffic:
@@ -160,15 +183,48 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._check_step()
         self._schedule.step()
+        self._consolidated = None
+        if self._consolidate_first:
+            self.consolidate_state_dict()
+            self._consolidate_first = False  # also if this optimizer never has any
         # Schedulers that were built on the wrapped optimizer look there whether it has stepped.
         self._optimizer._opt_called = True  # type: ignore[attr-defined]
-        if self._tuning is not None:
-            self._fuse(self._tuning.after_step(self._threshold_bytes))
+        if self._until_order:
+            self._approach_order()
+        elif self._tuning is not None:
+            self._fuse(self._tuning.after_step(self.threshold_bytes))
         return loss
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Clip the mean gradients by their total norm, between `backward()` and `step()`; all ranks call it.
+
+        As `torch.nn.utils.clip_grad_norm_`, over all parameters of this optimizer, from the shards that the ranks hold
+        and one number from each. What is in `.grad` stays as it is.
+
+        Args:
+            max_norm: the largest norm that is left alone.
+            norm_type: p of the p-norm; infinity for the largest element.
+            error_if_nonfinite: raise `RuntimeError` if the norm is not finite.
+
+        Returns:
+            The norm before clipping, the same on all ranks: ().
+        """
+        self._check_open()
+        return self._schedule.clip(float(max_norm), float(norm_type), error_if_nonfinite)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, as any optimizer does; pending updates stay pending."""
+        with plainly():  # it looks at no parameter's values, and there are many
+            super().zero_grad(set_to_none)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients locally in the backward passes inside; the first one outside communicates the sum."""
+        """Accumulate gradients locally in the backward passes inside; the first one outside communicates the sum.
+
+        It saves communication: without it each backward pass communicates, and all but the last in vain.
+        """
         before, self._schedule.reducing = self._schedule.reducing, False
         try:
             yield
@@ -176,7 +232,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._schedule.reducing = before
 
     def synchronize(self) -> None:
-        """Apply all pending updates now. Done for you wherever the model's parameters are read."""
+        """Apply all pending updates now. Done for you wherever a parameter is read."""
         self._schedule.synchronize()
 
     def set_threshold(self, threshold_bytes: int) -> None:
@@ -186,31 +242,60 @@ class DistributedOptimizer(torch.optim.Optimizer):
             UnsupportedError: a tuner sets the threshold.
             GradientError: gradients are there that no step has used yet.
         """
-        if self._tuning is not None:
+        if self._settings.tuner is not None:
             raise UnsupportedError(
                 "The tuner sets the threshold of this run; build it with tuner=None to set your own."
             )
         self._fuse(threshold_bytes)
 
-    def _fuse(self, threshold_bytes: int) -> None:
-        if threshold_bytes != self._threshold_bytes:
-            self._schedule.fuse(threshold_bytes)
-            self._threshold_bytes = threshold_bytes
+    def consolidate_state_dict(self, to: int | None = None) -> None:
+        """Gather what `state_dict()` then gives; all ranks call it together. Needed for the sharded update only.
+
+        Where there is no state yet, it is gathered after the first step: torch.distributed.checkpoint makes one, with
+        gradients of zero, to have something to load into.
+
+        Args:
+            to: the rank, within the process group, that is going to save; None for all.
+        """
+        self._schedule.synchronize()
+        if self._sharded is not None:
+            self._consolidated = self._sharded.gather(to)
+            self._consolidate_first = not self._sharded.state
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's state, with all pending updates applied."""
-        return self._optimizer.state_dict()
+        """The state with all pending updates applied, as a plain optimizer's: plain PyTorch loads it, and vice versa.
+
+        Raises:
+            UnsupportedError: the update is sharded, and `consolidate_state_dict()` was not called since the last step.
+        """
+        return self._optimizer.state_dict() if self._consolidated is None else self._consolidated
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the wrapped optimizer's state; pending updates are applied before."""
+        """Restore a plain optimizer's state, or one of this class's, at any world size; all ranks load the same."""
         self._optimizer.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Not supported yet: `UnsupportedError`."""
-        raise UnsupportedError(
-            f"add_param_group() with {len(param_group)} entries after DistributedOptimizer(...) was built: close() it, "
-            "add the group to the wrapped optimizer, and build it again."
-        )
+        """Train more of the model's parameters; all ranks call it together. They start as rank 0's.
+
+        Raises:
+            UnsupportedError: the model does not have them, or the engine would get them wrong; nothing has changed.
+        """
+        before = len(self.param_groups)
+        self._optimizer.add_param_group(param_group)
+        try:
+            owned = parameters_of(self._model, self._optimizer)
+            added = self.param_groups[before]["params"]
+            _check_free({name: p for each in owned.values() for name, p in each.items() if p in set(added)})
+            agree(self._channel, self._model, self._optimizer, self._settings)
+            if self._sharded is not None:
+                self._sharded.check()
+            self._schedule.own(owned)
+        except Exception:
+            del self.param_groups[before:]
+            raise
+        start_equal(added, self._group)
+        self._until_order = _ORDER_KNOWN_AFTER
+        self._parameter_count = _count(self._optimizer)
 
     def __reduce_ex__(self, _: Any) -> Any:
         """Refuse to be copied or pickled: `UnsupportedError`."""
@@ -219,68 +304,91 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def close(self) -> None:
         """Apply what is pending, stop tuning, and give the model back as it was. All ranks call it.
 
-        Gradients that no step has used stay in `.grad`, as this rank's own.
+        Gradients that no step has used stay in `.grad`, as this rank's own. After a sharded update the wrapped
+        optimizer goes on only if its state has been consolidated since the last step; otherwise it refuses to, until
+        it is given a state by `load_state_dict`.
         """
         if self._closed:
             return
         self._closed = True
-        for hook in self._state_hooks:
-            hook.remove()
         try:
             self._schedule.close()
         finally:
-            barrier.detach(self._model, self)
+            for hook in self._other_hooks:
+                hook.remove()
             if self._tuning is not None:
                 self._tuning.close()
             self._channel.close()
+            self._give_back()
 
-    def holds(self, parameter: torch.Tensor) -> bool:
-        """For the read barrier: whether this engine updates the parameter."""
-        return self._schedule.holds(parameter)
+    def _give_back(self) -> None:
+        if self._sharded is None or not self._sharded.state:
+            self._step_hook.remove()
+        elif self._consolidated is not None:
+            self._step_hook.remove()
+            self._optimizer.load_state_dict(self._consolidated)
+        else:
+            hook = self._step_hook
+            self._optimizer.register_load_state_dict_post_hook(lambda _: hook.remove())
 
-    def read(self, parameter: torch.Tensor) -> None:
-        """For the read barrier: bring one parameter up to date."""
-        self._schedule.read(parameter)
-
-    def read_all(self, *, interrupts: bool) -> None:
-        """For the read barrier: bring all parameters up to date."""
-        if interrupts:
-            self._timer.interrupt()
-        self._schedule.synchronize()
+    def _fuse(self, threshold_bytes: int) -> None:
+        if threshold_bytes != self.threshold_bytes:
+            self._schedule.fuse(threshold_bytes)
 
     def _check_step(self) -> None:
         """Refuse what has become wrong since the engine was built."""
+        self._check_open()
+        check_hooks(self._optimizer, self._step_hook)
+        if _count(self._optimizer) != self._parameter_count:
+            raise UnsupportedError(
+                "The wrapped optimizer was given more parameters. Call add_param_group() of the DistributedOptimizer."
+            )
+
+    def _check_open(self) -> None:
         if self._closed:
             raise UnsupportedError(
                 "This DistributedOptimizer is closed; step the wrapped optimizer, or build a new one."
             )
-        check_hooks(self._optimizer)
-        if any(parameter.requires_grad for parameter in self._frozen):
+
+    def _before_state_dict(self) -> None:
+        self._timer.interrupt()
+        self._schedule.synchronize()
+        if self._sharded is not None and self._sharded.state and not self._optimizer.state:
             raise UnsupportedError(
-                "A parameter that was frozen when DistributedOptimizer(...) was built requires a gradient now. "
-                "Freeze after building it, or close() it and build it again."
-            )
-        if getattr(self, "found_inf", None) is not None:  # as torch.amp.GradScaler hands it over
-            raise UnsupportedError(
-                "GradScaler is not supported yet: gradients have been communicated before it unscales them. Train in "
-                "bfloat16, which needs no scaler."
+                "The optimizer's state is sharded over the ranks: call optimizer.consolidate_state_dict() on all ranks "
+                "after the last step, then state_dict() of the DistributedOptimizer."
             )
 
-    def _tuning_loop(
-        self, settings: _Settings, layers: list[ModelLayer], backend: str, device: torch.device
-    ) -> TuningLoop | None:
-        tuner = settings.tuner
-        if tuner is None:
-            return None
+    def _after_load_state_dict(self) -> None:
+        self._consolidated = None
+        if self._sharded is not None:
+            self._sharded.take_over()
+
+    def _update_parameters_of(self, module: nn.Module) -> None:
+        self._schedule.read(module.parameters())
+
+    def _approach_order(self) -> None:
+        """The order in which forward reads the layers: fuse in that one, all ranks in rank 0's."""
+        self._until_order -= 1
+        if self._until_order:
+            self._schedule.record()
+            return
+        self._schedule.reorder(self._channel.all_gather_object(self._schedule.recorded())[0])
+        if self._settings.tuner is not None and self._tuning is None:
+            self._tuning = self._tuning_loop(self._settings.tuner)
+
+    def _tuning_loop(self, tuner: Tuner) -> TuningLoop | None:
+        layers = [layer.layer for layer in self._schedule.layers]
         fingerprint = Fingerprint(
             world_size=self._channel.world_size,
-            backend=backend,
-            device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-            dtype=dtype_name(next(iter(layers[0].parameters.values())).dtype),
+            backend=dist.get_backend(self._group),
+            device=torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else self._device.type,
+            dtype=dtype_name(next(iter(self._schedule.layers[0].parameters.values())).dtype),
+            update=self._settings.update,
             model=type(self._model).__name__,
         )
         try:  # on every rank: all come to the same result
-            spec = tuner.spec([layer.layer for layer in layers], fingerprint, settings.threshold_bytes)
+            spec = tuner.spec(layers, fingerprint, self._settings.threshold_bytes)
         except ValidationError as error:
             logger.warning("Training goes on untuned: the service cannot describe this model. %s", error)
             return None
@@ -289,41 +397,41 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return TuningLoop(self._channel, self._timer, tuner, service)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Settings:
-    threshold_bytes: int
-    tuner: Tuner | None
-
-
-def _agree(channel: Channel, layers: list[ModelLayer], buffers: list[torch.Tensor], own: _Settings) -> _Settings:
-    """Rank 0's settings, once all ranks are known to have the same layers and buffers."""
-    named = [item for layer in layers for item in layer.parameters.items()]
-    tensors = [*named, *(("", buffer) for buffer in buffers)]
-    shapes = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors]
-    digest = hashlib.sha256(repr(shapes).encode()).hexdigest()
-    everyone: list[Any] = [None] * channel.world_size
-    dist.all_gather_object(everyone, (digest, own), group=channel.group)
-    different = [rank for rank, (theirs, _) in enumerate(everyone) if theirs != everyone[0][0]]
-    if different:
+def _check_supported(optimizer: torch.optim.Optimizer) -> None:
+    """Raise `UnsupportedError` for an optimizer that cannot step one bucket at a time."""
+    check_hooks(optimizer)
+    if isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedError(
-            f"Ranks {different} have other parameters or buffers than rank 0; all must build the same model."
+            "LBFGS evaluates the model inside step() and steps all parameters as one vector; "
+            "its update cannot be applied bucket by bucket."
         )
-    settings: _Settings = everyone[0][1]
-    return settings
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise UnsupportedError("SparseAdam needs sparse gradients, which dear_engine makes dense; use Adam.")
 
 
-def _start_equal(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Rank 0's parameters and buffers, everywhere, byte for byte: backends do not know every dtype."""
-    source = dist.get_global_rank(group, 0)
-    for tensor in [*model.parameters(), *model.buffers()]:
-        # An expanded dimension is the same memory again and again: once is enough, and all that may be written.
-        own = tensor.detach()[tuple(slice(0, 1 if stride == 0 else None) for stride in tensor.stride())]
-        contiguous = own.contiguous()
-        if own.numel():
-            dist.broadcast(contiguous.view(-1).view(torch.uint8), source, group=group)
-        if not own.is_contiguous():
-            own.copy_(contiguous)
+def _check_trainable(owned: Owned) -> torch.device:
+    """The device of what is to be trained."""
+    parameters = {name: parameter for module in owned.values() for name, parameter in module.items()}
+    _check_free(parameters)
+    devices = [parameter.device for parameter in parameters.values() if parameter.requires_grad]
+    if not devices:
+        raise UnsupportedError("No parameter of the optimizer requires a gradient: there is nothing to train.")
+    return devices[0]
 
 
-def _frozen_parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    return [p for group in optimizer.param_groups for p in group["params"] if not p.requires_grad]
+def _check_free(parameters: dict[str, nn.Parameter]) -> None:
+    for name, parameter in parameters.items():
+        if belongs_to_a_schedule(parameter):
+            raise UnsupportedError(f"{name} belongs to another DistributedOptimizer; close() that one first.")
+
+
+def _count(optimizer: torch.optim.Optimizer) -> int:
+    return sum(len(group["params"]) for group in optimizer.param_groups)
+
+
+def _refuse_to_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    raise UnsupportedError(
+        f"This {type(optimizer).__name__} is wrapped, and a step of its own would let the ranks drift apart: call "
+        "step() of the DistributedOptimizer. (After close() of a sharded one: load a state first, or call "
+        "consolidate_state_dict() before close().)"
+    )

@@ -2,152 +2,252 @@
 
     backward    gradient_ready   BackPipe: a bucket's reduce-scatter starts when its last gradient has come
     step()      step             what never came is reduced as well; all-gathers are queued, in forward order
-    forward     read             FeedPipe: the first read of a bucket's parameter waits for its all-gather and
-                                 applies its update; later buckets still travel
+    forward     a read           FeedPipe: the first read of a bucket's parameter waits for its all-gather and
+                                 leaves its parameters updated; later buckets still travel
 
-Every rank queues the same collectives in the same order: reduce-scatters from the last bucket to the first, then
-all-gathers from the first to the last. A bucket whose gradients are complete waits until those behind it started.
+Every rank queues the same collectives in the same order: a round of reduce-scatters from the last bucket to the first,
+then all-gathers from the first to the last. A bucket whose gradients are complete waits until those behind it started.
 
-A bucket is PENDING from `step` until its update is applied. Reads through the model apply it (barrier.py) and mark
-the parameter as current. A gradient for a parameter that was not read through the model since the last step, nor
-brought up to date by `synchronize`, may come from an old value: it raises `StaleParameterError`.
+A gradient that grows after it was sent (a second backward without a step between), or is dropped (`zero_grad()` to
+leave out a step), opens the round again: what is left of it is sent, so that all ranks end it alike, its result is
+abandoned, and the next round sends the gradients as they are then.
+
+A bucket is PENDING from `step` until its update is applied, and its parameters are behind the read barrier
+(barrier.py). A gradient for a parameter that nothing has read since the last step may come from an old value: it raises
+`StaleParameterError`.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
-from contextlib import contextmanager
+import zlib
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
+from dear_engine.barrier import ReadBarrier, holders, plainly, shared_memory
 from dear_engine.bucket import Bucket, BucketState, Slot
-from dear_engine.update import Hyperparameters, apply_update, hyperparameters
+from dear_engine.layers import layers_of
+from dear_engine.modes import in_plain_mode
+from dear_engine.norms import total_norm
+from dear_engine.scaling import noticing
+from dear_engine.update import Hyperparameters, hyperparameters
 from dear_tune.errors import GradientError, StaleParameterError
 from dear_tune.fusion import FusionPlan, fuse
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
+    from torch import nn
     from torch.utils.hooks import RemovableHandle
 
-    from dear_engine.collectives import Collectives
-    from dear_engine.layers import ModelLayer
+    from dear_engine.collectives import Channel, Collectives
+    from dear_engine.layers import ModelLayer, Owned
+    from dear_engine.update import Update
 
-__all__ = ["Schedule"]
+__all__ = ["Schedule", "belongs_to_a_schedule"]
+
+logger = logging.getLogger("dear_engine")
 
 
 class Schedule:
     """The buckets of one engine, and the phases they go through together.
 
     Args:
-        layers: in the order of forward, as far as it is known.
-        optimizer: steps the parameters of these layers.
+        owned: the optimizer's parameters by module, from `parameters_of`, in the order of forward if that is known.
+        optimizer: steps these parameters.
         collectives: carry the buckets.
+        update: who steps what.
+        channel: for what the ranks must agree on before buckets are built.
         threshold_bytes: the fusion threshold to begin with.
+        wire_dtype: what gradients are communicated in; None for each parameter's own.
     """
 
     def __init__(
         self,
-        layers: Sequence[ModelLayer],
+        owned: Owned,
         optimizer: torch.optim.Optimizer,
         collectives: Collectives,
+        update: Update,
+        channel: Channel,
+        *,
         threshold_bytes: int,
+        wire_dtype: torch.dtype | None,
     ) -> None:
         self.reducing = True
         """Whether backward starts reduce-scatters; not so while gradients accumulate locally."""
-        self._layers = layers
+        self.threshold_bytes = threshold_bytes
         self._optimizer = optimizer
         self._collectives = collectives
+        self._update = update
+        self._channel = channel
+        self._wire_dtype = wire_dtype
         self._settings: Hyperparameters = {}
         self._buckets: list[Bucket] = []  # in the layers' order
-        self._reduced = 0  # of this step's buckets, from the last on
+        self._places: dict[int, tuple[Bucket, Slot]] = {}  # by the parameter's id
+        self._barrier = ReadBarrier(self._bring_up_to_date, self.synchronize)
+        self._gradient_class = noticing(self.unscale)
         self._stream: torch.cuda.Stream | None = None
         self._applying = threading.RLock()  # a checkpoint's thread may read while the training's does
         self._hooks: list[RemovableHandle] = []
-        self.fuse(threshold_bytes)
+        self._round = 0  # of reduce-scatters, since the beginning
+        self._begun = False  # whether a gradient has come since the last step
+        self._reduced = 0  # of this round's buckets, from the last on
+        self._found_inf: torch.Tensor | None = None  # once GradScaler has unscaled this round's gradients
+        self._clipped = False  # whether the mean gradients are no longer the mean of those sent
+        self._recording = False
+        self._reads: dict[nn.Parameter, None] = {}  # those recorded, in order
+        self._noted = False
+        self._fuse(owned)
 
     @property
     def buckets(self) -> Sequence[Bucket]:
         """In the layers' order."""
         return self._buckets
 
+    @property
+    def plan(self) -> FusionPlan:
+        """Which of `layers` share a bucket."""
+        return self._plan
+
+    @property
+    def layers(self) -> Sequence[ModelLayer]:
+        """Those that take part, in the order in which they are fused."""
+        return self._layers
+
     def fuse(self, threshold_bytes: int) -> None:
-        """Build the buckets anew, between a step and the next backward; pending updates are applied first.
+        """Build the buckets anew by a threshold, between a step and the next backward.
 
         Raises:
             GradientError: gradients are there that no step has used yet.
         """
         if any(bucket.in_use for bucket in self._buckets):
             raise GradientError("The threshold can be changed after step() and before backward(), not in between.")
-        self.synchronize()
-        self.plan: FusionPlan = fuse([layer.layer for layer in self._layers], threshold_bytes)
-        self._places: dict[torch.Tensor, tuple[Bucket, Slot]] = {}
-        self._buckets = []  # the old buffers go before the new ones come
-        for indices in self.plan.buckets:
-            members = {name: p for index in indices for name, p in self._layers[index].parameters.items()}
-            self._buckets.append(Bucket(members, self._collectives.world_size))
-        self._places = {slot.parameter: (bucket, slot) for bucket in self._buckets for slot in bucket.slots}
+        self.threshold_bytes = threshold_bytes
+        self._fuse(self._owned)
+
+    def own(self, owned: Owned) -> None:
+        """Train these parameters from now on: a parameter group has joined."""
+        self._abandon()
+        self._fuse(owned)
+        self.start()
 
     def start(self) -> None:
         """From now on backward brings gradients."""
+        for hook in self._hooks:
+            hook.remove()
         # Each hook knows its parameter: what it is called with may be what another hook of the user's returned.
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(partial(self.gradient_ready, parameter))
-            for parameter in self._places
+            _hooked(parameter, _Hook(self.gradient_ready, parameter))
+            for parameter in self._parameters
+            if parameter.is_floating_point()
         ]
 
-    def gradient_ready(self, parameter: torch.Tensor, _: object = None) -> None:
+    def record(self) -> None:
+        """Note in which order parameters are read from now on, until the next gradient: that of forward."""
+        self._recording, self._reads = True, {}
+
+    def recorded(self) -> list[str]:
+        """All modules: first those whose parameters were read, in that order, then the others."""
+        module_of = {p: module for module, parameters in self._owned.items() for p in parameters.values()}
+        return list(dict.fromkeys([*(module_of[parameter] for parameter in self._reads), *self._owned]))
+
+    def reorder(self, modules: Sequence[str]) -> None:
+        """Fuse in this order of modules from now on."""
+        if modules != list(self._owned):
+            self._abandon()
+            self._fuse({module: self._owned[module] for module in modules})
+
+    def gradient_ready(self, parameter: nn.Parameter, _: object = None) -> None:
         """Called in backward, when a parameter's gradient has been accumulated."""
-        bucket, slot = self._places[parameter]
-        if not slot.current:
+        if not self._begun or id(parameter) not in self._places:
+            self._begin()
+        bucket, slot = self._places[id(parameter)]
+        if self._barrier.closed(parameter):
             raise StaleParameterError(
-                f"{slot.name} was used in forward, perhaps before its update was applied: it was read through a "
-                "reference that is not the model's own attribute. Call optimizer.synchronize() before such a forward."
+                f"{slot.name} was used in forward, perhaps before its update was applied, in a way that dear_engine "
+                "cannot see. Call optimizer.synchronize() before such a forward."
             )
-        if not self.reducing:
+        gradient = parameter.grad
+        if gradient is None:  # a hook of the user's has taken it away
             return
-        if bucket.state is BucketState.REDUCING:
-            raise GradientError(
-                f"A second backward() without a step() in between brought a gradient for {slot.name}, whose first one "
-                "has been communicated already. Run all backward passes of a step but the last under "
-                "optimizer.no_sync(); to leave out a step, decide so before backward()."
-            )
-        bucket.fill(slot)
-        self._reduce_complete()
+        if gradient.layout is not torch.strided:
+            parameter.grad = gradient.to_dense()
+        bucket.mark(parameter, self._gradient_class)
+        if slot.filled or bucket.state is BucketState.REDUCING:
+            self._reopen(slot)
+        if self.reducing:
+            bucket.fill(slot)
+            self._reduce_complete()
+
+    def reduce(self) -> None:
+        """Start what has not started of this round, and wait until this rank holds its shard of the mean gradients."""
+        self._settle()
+        self._reduce_rest()
+        for bucket in self._buckets:
+            bucket.wait()
+
+    def unscale(self, found_inf: torch.Tensor, factor: torch.Tensor) -> None:
+        """Multiply the mean gradients, and set `found_inf` on all ranks to whether any of them is not finite."""
+        if self._found_inf is None:  # otherwise GradScaler comes once more, for gradients of another dtype
+            self.reduce()
+            self._clipped = True
+            for bucket in self._buckets:
+                if own := bucket.own_gradients:
+                    torch._amp_foreach_non_finite_check_and_unscale_(own, found_inf, factor)
+            self._collectives.all_reduce(found_inf, dist.ReduceOp.MAX).wait()
+            self._found_inf = found_inf
+        found_inf.copy_(self._found_inf)
+
+    def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
+        """Clip the mean gradients by their norm; see `DistributedOptimizer.clip_grad_norm_`."""
+        if not self._buckets:  # all is frozen
+            return torch.zeros(())
+        self.reduce()
+        self._clipped = True
+        dtype = max((bucket.flat.dtype for bucket in self._buckets), key=lambda dtype: dtype.itemsize)
+        own = [own for bucket in self._buckets if (own := bucket.own_gradients)]
+        norm = total_norm(own, norm_type, self._collectives, self._buckets[0].flat.device).to(dtype)
+        if error_if_nonfinite and not norm.isfinite():
+            raise RuntimeError(f"The gradients' total norm is non-finite ({norm.item()}), so they cannot be clipped.")
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch.nn.utils.clip_grads_with_norm_
+        for gradients in own:
+            torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
+        return norm
+
+    def read(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Bring parameters up to date, as if they were read; others than this schedule's are left alone."""
+        for parameter in parameters:
+            if id(parameter) in self._places:
+                self._barrier.read(parameter)
 
     def step(self) -> None:
         """Reduce what is left and queue all all-gathers; the updates follow at the first reads."""
-        for bucket in reversed(self._buckets[: len(self._buckets) - self._reduced]):
-            self._reduce(bucket)
-        self._reduced = 0
+        self._settle()
+        self._reduce_rest()
         self._settings = hyperparameters(self._optimizer)
-        self._stream = _current_stream(self._buckets[0].flat.device)
+        self._stream = _current_stream(self._buckets)
         for bucket in self._buckets:
             bucket.release()
-        for bucket in self._buckets:
-            bucket.work = self._collectives.all_gather(bucket.flat)
-            bucket.state = BucketState.PENDING
-            bucket.outdate()
-
-    def holds(self, parameter: torch.Tensor) -> bool:
-        """Whether the parameter is in one of the buckets."""
-        return parameter in self._places
-
-    def read(self, parameter: torch.Tensor) -> None:
-        """Apply the pending update of the parameter's bucket, if there is one."""
-        place = self._places.get(parameter)
-        if place is not None:
-            bucket, slot = place
-            self._apply(bucket)
-            slot.current = True
+            if self._update.steps_before_gather:
+                bucket.wait()
+        shared = self._shared()
+        for number, bucket in enumerate(self._buckets):
+            self._gather(number, bucket)
+        self._next_round()
+        self._begun = False
+        for slot in shared:
+            self._note_shared(slot)
+            self._barrier.read(slot.parameter)
 
     def synchronize(self) -> None:
         """Apply all pending updates."""
         for bucket in self._buckets:
             self._apply(bucket)
-            bucket.set_current()
+            self._open(bucket)
 
     def close(self) -> None:
         """Apply what is pending and let go of the parameters; gradients that no step has used stay in `.grad`."""
@@ -157,18 +257,138 @@ class Schedule:
             for hook in self._hooks:
                 hook.remove()
 
-    def _reduce_complete(self) -> None:
-        while self._reduced < len(self._buckets):
-            bucket = self._buckets[-1 - self._reduced]
-            if not bucket.complete:
-                return
-            self._reduce(bucket)
-            self._reduced += 1
+    def _fuse(self, owned: Owned) -> None:
+        """Build the buckets for these parameters; refusals come before anything has changed."""
+        self.synchronize()
+        named = [item for module in owned.values() for item in module.items()]
+        parameters = [parameter for _, parameter in named]
+        for name, parameter in named:
+            self._barrier.check(name, parameter)
+        layers = layers_of(self._taking_part(owned, parameters), self._wire_dtype)
+        self._owned, self._parameters, self._layers = owned, parameters, layers
+        self._storages = holders(self._parameters)
+        self._buckets, self._places = [], {}  # the old buffers go before the new ones come
+        self._plan = (
+            fuse([layer.layer for layer in layers], self.threshold_bytes)
+            if layers
+            else FusionPlan(threshold_bytes=self.threshold_bytes, buckets=())  # all are frozen
+        )
+        for indices in self._plan.buckets:
+            members = {name: p for index in indices for name, p in layers[index].parameters.items()}
+            layout = self._update.layout(list(members.values()))
+            dtype = self._wire_dtype or next(iter(members.values())).dtype
+            self._buckets.append(Bucket(members, layout, dtype))
+        self._places = {id(slot.parameter): (bucket, slot) for bucket in self._buckets for slot in bucket.slots}
+        self._outside = [parameter for parameter in self._parameters if id(parameter) not in self._places]
 
-    def _reduce(self, bucket: Bucket) -> None:
+    def _taking_part(self, owned: Owned, parameters: Sequence[nn.Parameter]) -> Owned:
+        """Those that need a gradient on some rank, or have one."""
+        here = [parameter.requires_grad or parameter.grad is not None for parameter in parameters]
+        anywhere = map(any, zip(*self._channel.all_gather_object(here), strict=True))
+        members = {id(parameter) for parameter, member in zip(parameters, anywhere, strict=True) if member}
+        return {module: {name: p for name, p in named.items() if id(p) in members} for module, named in owned.items()}
+
+    def _begin(self) -> None:
+        """With a step's first gradient: parameters may have been thawed since the last step."""
+        self._begun = True
+        if self._recording:
+            self._recording = False
+            for bucket in self._buckets:
+                if bucket.state is not BucketState.PENDING:
+                    self._open(bucket)
+        if any(parameter.requires_grad for parameter in self._outside):
+            self._abandon()
+            self._fuse(self._owned)
+
+    def _settle(self) -> None:
+        """See to it that what was sent is what is there; `GradientError` if it was changed in between."""
+        outside = any(parameter.grad is not None for parameter in self._outside)
+        outlived = [slot for bucket in self._buckets for slot in self._sent(bucket) if slot.outlived]
+        if outside or outlived:
+            self._abandon()
+        if outside:
+            self._fuse(self._owned)
+
+    def _sent(self, bucket: Bucket) -> Sequence[Slot]:
+        return bucket.slots if bucket.state is BucketState.REDUCING else [s for s in bucket.slots if s.filled]
+
+    def _reopen(self, slot: Slot) -> None:
+        if self._clipped and slot.grown:
+            raise GradientError(
+                f"A backward pass added to the gradient of {slot.name} after clip_grad_norm_() or "
+                "GradScaler.unscale_(), which would be undone. Clip and unscale after a step's last backward pass."
+            )
+        self._abandon()
+
+    def _abandon(self) -> None:
+        """End a round that has begun on some rank, so that it has on all, and begin the next one."""
+        if not any(bucket.in_use for bucket in self._buckets):
+            return
+        self._reduce_rest()
+        for bucket in self._buckets:
+            bucket.reopen()
+        self._next_round()
+
+    def _next_round(self) -> None:
+        self._round += 1
+        self._reduced = 0
+        self._clipped, self._found_inf = False, None
+
+    def _reduce_complete(self) -> None:
+        while self._reduced < len(self._buckets) and self._buckets[-1 - self._reduced].complete:
+            self._reduce_next()
+
+    def _reduce_rest(self) -> None:
+        while self._reduced < len(self._buckets):
+            self._reduce_next()
+
+    def _reduce_next(self) -> None:
+        self._reduced += 1
+        number = len(self._buckets) - self._reduced
+        bucket = self._buckets[number]
         self._apply(bucket)  # where nothing has read it since the last step
         bucket.close()
-        bucket.work = self._collectives.reduce_scatter(bucket.flat)
+        bucket.work = self._collectives.reduce_scatter(bucket.flat, self._label("reduce", number, bucket.flat))
+
+    def _label(self, phase: str, number: int, flat: torch.Tensor) -> int:
+        """The same for the same collective on all ranks, and most likely another for any other."""
+        return zlib.crc32(f"{self._round} {phase} {number} {flat.numel()}".encode()) >> 1
+
+    def _gather(self, number: int, bucket: Bucket) -> None:
+        bucket.state = BucketState.BROKEN  # until this rank has done its part
+        try:
+            prepare = partial(self._update.before_gather, bucket, self._settings)
+            gathered = in_plain_mode(prepare, bucket.flat.device)
+        finally:  # what an update that fails here leaves behind is not to be read either
+            for slot in bucket.slots:
+                self._barrier.close(slot.parameter)
+        bucket.work = self._collectives.all_gather(gathered, self._label("gather", number, gathered))
+        bucket.state = BucketState.PENDING
+
+    def _shared(self) -> list[Slot]:
+        """Those whose memory can be read past the barrier, through another tensor."""
+        slots = [slot for bucket in self._buckets for slot in bucket.slots]
+        return [slot for slot in slots if shared_memory(slot.parameter, self._storages)]
+
+    def _note_shared(self, slot: Slot) -> None:
+        if not self._noted:
+            logger.info(
+                "Another tensor shares the memory of %s (a kept .data, view or graph), so it is updated at once, and "
+                "its all-gather hides behind nothing.",
+                slot.name,
+            )
+        self._noted = True
+
+    def _bring_up_to_date(self, parameter: nn.Parameter) -> None:
+        if self._recording:
+            self._reads.setdefault(parameter)
+        place = self._places.get(id(parameter))
+        if place is not None:
+            self._apply(place[0])
+
+    def _open(self, bucket: Bucket) -> None:
+        for slot in bucket.slots:
+            self._barrier.open(slot.parameter)
 
     def _apply(self, bucket: Bucket) -> None:
         if bucket.state in (BucketState.ACCUMULATING, BucketState.REDUCING):
@@ -180,31 +400,41 @@ class Schedule:
                     "error); their values are of no step. Restore a checkpoint."
                 )
             if bucket.state is BucketState.PENDING:
-                self._update(bucket)
+                in_plain_mode(partial(self._finish, bucket), bucket.flat.device, self._stream)
 
-    def _update(self, bucket: Bucket) -> None:
-        assert bucket.work is not None  # a pending bucket's all-gather is queued
-        parameters = [slot.parameter for slot in bucket.slots]
-        with _on_stream(self._stream):
-            bucket.work.wait()
-            bucket.state = BucketState.BROKEN  # until the update has succeeded
-            bucket.check_unwritten()
-            apply_update(self._optimizer, self._settings, parameters, bucket.averaged())
+    def _finish(self, bucket: Bucket) -> None:
+        bucket.wait()
+        bucket.state = BucketState.BROKEN  # until the update has succeeded
+        for slot in bucket.slots:
+            self._barrier.unveil(slot.parameter)
+        self._update.after_gather(bucket, self._settings)
         bucket.state = BucketState.ACCUMULATING
+        if not self._recording:  # otherwise each one's first read is of interest
+            self._open(bucket)
 
 
-def _current_stream(device: torch.device) -> torch.cuda.Stream | None:
+def belongs_to_a_schedule(parameter: nn.Parameter) -> bool:
+    """Whether some engine updates the parameter already."""
+    with plainly():
+        hooks = parameter._post_accumulate_grad_hooks or {}
+    return any(isinstance(hook, _Hook) for hook in hooks.values())
+
+
+class _Hook(partial[None]):
+    """Tells our hooks from the user's."""
+
+
+def _hooked(parameter: nn.Parameter, hook: _Hook) -> RemovableHandle:
+    """Also on a frozen parameter, which torch would refuse: it may be thawed."""
+    trainable = parameter.requires_grad
+    parameter.requires_grad_(True)
+    try:
+        handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)
+        return handle
+    finally:
+        parameter.requires_grad_(trainable)
+
+
+def _current_stream(buckets: Sequence[Bucket]) -> torch.cuda.Stream | None:
+    device = buckets[0].flat.device if buckets else torch.device("cpu")
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
-
-
-@contextmanager
-def _on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Work inside goes to the stream that `step` was called on, whoever reads first; the reader's waits for it."""
-    if stream is None:
-        yield
-        return
-    reader = torch.cuda.current_stream(stream.device)
-    with torch.cuda.stream(stream):
-        yield
-    if reader != stream:
-        reader.wait_stream(stream)

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from pydantic import ValidationError
 
 from dear_tune.client import Client
@@ -321,7 +322,7 @@ class TuningLoop:
             window = self._measuring_window if service.measuring else idle_window
             decision = [float(service.threshold_bytes), float(window), float(service.measuring)]
         self._message = torch.tensor(self._timer.take() + decision, dtype=torch.float64)
-        self._exchange = self._channel.all_reduce_max(self._message)
+        self._exchange = self._channel.all_reduce(self._message, dist.ReduceOp.MAX)
         self._steps = 0
 
     def _conclude(self, threshold_bytes: int) -> int:

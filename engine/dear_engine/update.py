@@ -1,45 +1,106 @@
-"""The replicated update: every rank steps all parameters of a bucket with the gathered gradients.
+"""Applying an update: the wrapped optimizer's own arithmetic, one bucket at a time.
 
 Any `torch.optim` optimizer steps one bucket when it is shown that bucket's parameters only. So a bucket's update is
 the `step` of a shallow copy that shares the optimizer's `state`, holds the bucket's share of its parameter groups,
 and has the hyper-parameters as they were when the user called `step()`: a scheduler may have moved them since.
+
+    replicated   every rank steps all parameters with the gathered gradients, when one of them is first read
+    sharded      see sharded.py
 """
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from typing_extensions import override
 
+from dear_engine.layout import InSequence
 from dear_tune.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import nn
+    from torch.utils.hooks import RemovableHandle
 
-__all__ = ["Hyperparameters", "apply_update", "check_hooks", "check_supported", "hyperparameters"]
+    from dear_engine.bucket import Bucket
+    from dear_engine.layout import Layout
 
-Hyperparameters = dict["nn.Parameter", dict[str, Any]]
-"""For each parameter its group's settings, shared within a group."""
+__all__ = ["Hyperparameters", "Replicated", "Stepped", "Update", "apply_update", "check_hooks", "hyperparameters"]
 
-
-def check_supported(optimizer: torch.optim.Optimizer) -> None:
-    """Raise `UnsupportedError` for an optimizer that cannot step one bucket at a time."""
-    check_hooks(optimizer)
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise UnsupportedError(
-            "LBFGS evaluates the model inside step() and steps all parameters as one vector; "
-            "its update cannot be applied bucket by bucket."
-        )
-    if isinstance(optimizer, torch.optim.SparseAdam):
-        raise UnsupportedError("SparseAdam needs sparse gradients, which are not supported; use Adam.")
+Hyperparameters = dict[int, dict[str, Any]]
+"""For each parameter, by its id, its group's settings, shared within a group."""
 
 
-def check_hooks(optimizer: torch.optim.Optimizer) -> None:
+class Update(Protocol):
+    """Who steps which parameters, and when.
+
+    Attributes:
+        steps_before_gather: whether `before_gather` needs the reduce-scatter's result.
+    """
+
+    steps_before_gather: bool
+
+    def layout(self, parameters: Sequence[nn.Parameter]) -> Layout:
+        """Where a bucket's gradients lie, for this rank."""
+        ...
+
+    def before_gather(self, bucket: Bucket, settings: Hyperparameters) -> torch.Tensor:
+        """At `step()`: what is to be all-gathered, (world_size * n,)."""
+        ...
+
+    def after_gather(self, bucket: Bucket, settings: Hyperparameters) -> None:
+        """Once the all-gather has ended: leave the bucket's parameters updated."""
+        ...
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """What is stepped for a parameter.
+
+    Attributes:
+        parameter: whose group's settings count.
+        tensor: the parameter itself, or this rank's part of it; its state is kept under this object.
+        gradient: of the tensor's shape; None where no rank had one.
+    """
+
+    parameter: nn.Parameter
+    tensor: torch.Tensor
+    gradient: torch.Tensor | None
+
+
+class Replicated(Update):
+    """Every rank steps all parameters of a bucket with the gathered mean gradients."""
+
+    steps_before_gather = False
+
+    def __init__(self, optimizer: torch.optim.Optimizer, rank: int, world_size: int) -> None:
+        self._optimizer = optimizer
+        self._rank, self._world_size = rank, world_size
+
+    @override
+    def layout(self, parameters: Sequence[nn.Parameter]) -> Layout:
+        return InSequence(parameters, self._rank, self._world_size)
+
+    @override
+    def before_gather(self, bucket: Bucket, settings: Hyperparameters) -> torch.Tensor:
+        return bucket.flat
+
+    @override
+    def after_gather(self, bucket: Bucket, settings: Hyperparameters) -> None:
+        stepped = [
+            Stepped(slot.parameter, slot.parameter, slot.place.values().to(slot.parameter.dtype) if there else None)
+            for slot, there in zip(bucket.slots, bucket.present(), strict=True)
+        ]
+        apply_update(self._optimizer, self._optimizer.state, settings, stepped)
+
+
+def check_hooks(optimizer: torch.optim.Optimizer, ours: RemovableHandle | None = None) -> None:
     """Raise `UnsupportedError` if the user's step hooks would run once for each bucket."""
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+    before = [hook for hook in optimizer._optimizer_step_pre_hooks if ours is None or hook != ours.id]
+    if before or optimizer._optimizer_step_post_hooks:
         raise UnsupportedError(
             "The optimizer has step hooks. Its step() runs once for each bucket, so register them on the "
             "DistributedOptimizer instead: there they run once a step."
@@ -51,39 +112,40 @@ def hyperparameters(optimizer: torch.optim.Optimizer) -> Hyperparameters:
     snapshot: Hyperparameters = {}
     for group in optimizer.param_groups:
         settings = {name: _frozen(value) for name, value in group.items() if name != "params"}
-        snapshot.update((parameter, settings) for parameter in group["params"])
+        snapshot.update((id(parameter), settings) for parameter in group["params"])
     return snapshot
 
 
 def apply_update(
     optimizer: torch.optim.Optimizer,
+    state: Mapping[torch.Tensor, Any],
     settings: Hyperparameters,
-    parameters: Sequence[nn.Parameter],
-    gradients: Sequence[torch.Tensor | None],
+    stepped: Sequence[Stepped],
 ) -> None:
-    """Step these parameters with these gradients; what the user has in `.grad` stays as it is."""
+    """Step these tensors with these gradients; what the user has in `.grad` stays as it is."""
     groups: dict[int, dict[str, Any]] = {}
-    for parameter in parameters:
-        group = settings[parameter]
-        groups.setdefault(id(group), {**group, "params": []})["params"].append(parameter)
-    twin = _restricted(optimizer, [dict(group) for group in groups.values()])
-    users = [parameter.grad for parameter in parameters]
-    _set_gradients(parameters, gradients)
+    for each in stepped:
+        group = settings[id(each.parameter)]
+        groups.setdefault(id(group), {**group, "params": []})["params"].append(each.tensor)
+    twin = _restricted(optimizer, state, [dict(group) for group in groups.values()])
+    before = dict(vars(twin))
+    users = [each.tensor.grad for each in stepped]
     try:
-        with _plain_mode(parameters[0].device.type):
-            twin.step()
+        for each in stepped:
+            each.tensor.grad = each.gradient
+        twin.step()
     finally:
-        _set_gradients(parameters, users)
-    _check_unchanged(optimizer, twin, list(groups.values()))
+        for each, gradient in zip(stepped, users, strict=True):
+            each.tensor.grad = gradient
+    _check_unchanged(optimizer, [(before, vars(twin)), *zip(groups.values(), twin.param_groups, strict=True)])
 
 
 def _check_unchanged(
-    optimizer: torch.optim.Optimizer, twin: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]
+    optimizer: torch.optim.Optimizer, pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]
 ) -> None:
     """What an optimizer keeps outside its state, such as a step count, would be lost, or be counted per bucket."""
-    pairs = [(vars(optimizer), vars(twin)), *zip(groups, twin.param_groups, strict=True)]
     changed = {name for before, after in pairs for name in after if after[name] is not before.get(name)}
-    changed = {name for name in changed if name != "param_groups" and not name.startswith("_warned_")}
+    changed = {name for name in changed if not name.startswith(("_warned_", "_need_"))}  # what torch has checked once
     if changed:
         raise UnsupportedError(
             f"{type(optimizer).__name__}.step() changes {', '.join(sorted(changed))} outside its state, which cannot "
@@ -91,27 +153,15 @@ def _check_unchanged(
         )
 
 
-def _restricted(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+def _restricted(
+    optimizer: torch.optim.Optimizer, state: Mapping[torch.Tensor, Any], groups: list[dict[str, Any]]
+) -> torch.optim.Optimizer:
     # Not copy.copy: an optimizer's own way to be copied leaves out attributes, and walks through all its state.
     twin = object.__new__(type(optimizer))
-    twin.__dict__.update(vars(optimizer))
-    twin.param_groups = groups
+    twin.__dict__.update(vars(optimizer), state=state, param_groups=groups)
+    twin._optimizer_step_pre_hooks = type(optimizer._optimizer_step_pre_hooks)()  # ours is for the user's own calls
     twin.__dict__.pop("step", None)  # a scheduler that was built on the optimizer has hung one on it that binds it
     return twin
-
-
-def _plain_mode(device_type: str) -> ExitStack:
-    """Updates happen wherever forward first reads a parameter: under the user's autocast or inference mode too."""
-    modes = ExitStack()
-    modes.enter_context(torch.inference_mode(False))
-    modes.enter_context(torch.no_grad())
-    modes.enter_context(torch.autocast(device_type, enabled=False))
-    return modes
-
-
-def _set_gradients(parameters: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor | None]) -> None:
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient
 
 
 def _frozen(value: Any) -> Any:

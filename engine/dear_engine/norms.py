@@ -1,0 +1,39 @@
+"""The norm of the mean gradients, of which each rank holds a shard."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dear_engine.collectives import Collectives
+
+__all__ = ["total_norm"]
+
+
+def total_norm(
+    shards: Sequence[list[torch.Tensor]], norm_type: float, collectives: Collectives, device: torch.device
+) -> torch.Tensor:
+    """The p-norm over all elements of all ranks' shards, the same on all ranks: (), in double precision.
+
+    Args:
+        shards: this rank's, in lists of one dtype, none of them empty; a rank may have no list.
+        norm_type: p; infinity for the largest absolute value.
+        collectives: combine one number of each rank.
+        device: of the shards of all ranks.
+    """
+    # Squares of half precision, and sums over many, want more digits than the gradients have.
+    norms = [norm for shard in shards for norm in torch._foreach_norm(shard, norm_type, dtype=torch.float64)]
+    own = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64, device=device)
+    if math.isinf(norm_type):
+        total = own.max()
+        collectives.all_reduce(total, dist.ReduceOp.MAX).wait()
+        return total
+    total = own.pow(norm_type).sum()
+    collectives.all_reduce(total, dist.ReduceOp.SUM).wait()
+    return total.pow(1 / norm_type)
