@@ -208,10 +208,6 @@ def _replace_gradient(parameter: nn.Parameter) -> None:
     parameter.grad = parameter.grad.clamp(-0.1, 0.1)
 
 
-def _remove_gradient(parameter: nn.Parameter) -> None:
-    parameter.grad = None
-
-
 def _make_infinite_zero(parameter: nn.Parameter) -> None:
     assert parameter.grad is not None
     torch.nan_to_num(parameter.grad, out=parameter.grad)
@@ -225,7 +221,6 @@ BY_HAND: dict[str, Callable[[nn.Parameter], object]] = {
     "_foreach_mul_": lambda p: torch._foreach_mul_([p.grad], 0.5),
     "nan_to_num": _make_infinite_zero,
     "another tensor": _replace_gradient,
-    "None": _remove_gradient,
 }
 
 
@@ -261,6 +256,18 @@ def _halve_before_the_last(pair: Twins, step: int) -> None:
             parameter.grad.mul_(0.5)
         side.backward(step + 100)
         side.optimizer.step()
+
+
+@scenario("D2f", "one parameter's gradient is dropped between `backward()` and `step()`, on all ranks")
+def dropped(setting: Setting) -> None:
+    with twins(setting, MODELS["Perceptron"], sgd) as pair:
+        for step in range(STEPS):
+            for side in pair:
+                side.optimizer.zero_grad()
+                side.backward(step)
+                side.model[step % 2 * 3].weight.grad = None
+                side.optimizer.step()
+        pair.check()
 
 
 def _scaled(scaler: torch.amp.GradScaler, infinite: int | None) -> Callable[[nn.Module, Batch], torch.Tensor]:
@@ -667,7 +674,6 @@ READS: dict[str, Read] = {
     "moving average of .data": _moving_average_of_data,
     "copy_": _copied,
     "param_groups": lambda side, _: [p.detach() for p in side.optimizer.param_groups[0]["params"]],
-    "the optimizer's state": lambda side, _: [dict(side.optimizer.state[p]) for p in side.model.parameters()],
 }
 
 
