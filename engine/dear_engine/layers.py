@@ -35,8 +35,7 @@ class ModelLayer:
 def parameters_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Owned:
     """The optimizer's parameters by the module that owns them, in registration order, and by their full names.
 
-    A tied parameter belongs to the module that is registered first. Parameters without elements are left out: there is
-    nothing to communicate.
+    A tied parameter belongs to the module that is registered first.
 
     Raises:
         UnsupportedError: the optimizer holds a parameter that is not the model's.
@@ -59,7 +58,7 @@ def parameters_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Owned:
         if lazy := [name for name, parameter in mine.items() if nn.parameter.is_lazy(parameter)]:
             raise UnsupportedError(f"{lazy[0]} has no shape yet: run a forward pass before DistributedOptimizer(...).")
         wanted.difference_update(mine.values())
-        owned[prefix or "(root)"] = {name: parameter for name, parameter in mine.items() if parameter.numel()}
+        owned[prefix or "(root)"] = mine
     if wanted:
         shapes = ", ".join(str(tuple(parameter.shape)) for parameter in wanted)
         raise UnsupportedError(
@@ -80,11 +79,16 @@ def layers_of(owned: Owned, wire_dtype: torch.dtype | None = None) -> list[Model
         UnsupportedError: a parameter that the engine cannot handle.
     """
     layers: list[ModelLayer] = []
+    empty: dict[str, nn.Parameter] = {}
     for name, parameters in owned.items():
         by_dtype: dict[torch.dtype, dict[str, nn.Parameter]] = {}
         for full_name, parameter in parameters.items():
-            by_dtype.setdefault(parameter.dtype, {})[full_name] = parameter
+            members = by_dtype.setdefault(parameter.dtype, {}) if parameter.numel() else empty
+            members[full_name] = parameter
         layers.extend(_layer(name, members, dtype, wire_dtype or dtype) for dtype, members in by_dtype.items())
+    for name, parameter in empty.items():  # no layer of their own: any will do, for the optimizer to have seen them
+        for layer in [layer for layer in layers if layer.layer.dtype == dtype_name(parameter.dtype)][:1]:
+            layer.parameters[name] = parameter
     _check([item for layer in layers for item in layer.parameters.items()])
     return layers
 

@@ -178,6 +178,6 @@ class _Block(Place):
     def _aligned(self, elements: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The full parts, then what is left over, each in the buffer and in the parameter's elements: two copies."""
         length = self.block.shape[1]
-        full, rest = divmod(self.shape.numel(), length)
+        full, rest = divmod(self.shape.numel(), max(length, 1))
         pairs = [(self.block[:full], elements[: full * length].view(full, length))]
         return [*pairs, (self.block[full, :rest], elements[full * length :])] if rest else pairs

@@ -413,7 +413,7 @@ def _check_trainable(owned: Owned) -> torch.device:
     """The device of what is to be trained."""
     parameters = {name: parameter for module in owned.values() for name, parameter in module.items()}
     _check_free(parameters)
-    devices = [parameter.device for parameter in parameters.values() if parameter.requires_grad]
+    devices = [parameter.device for parameter in parameters.values() if parameter.requires_grad and parameter.numel()]
     if not devices:
         raise UnsupportedError("No parameter of the optimizer requires a gradient: there is nothing to train.")
     return devices[0]

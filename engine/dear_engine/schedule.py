@@ -165,6 +165,8 @@ class Schedule:
         """Called in backward, when a parameter's gradient has been accumulated."""
         if not self._begun or id(parameter) not in self._places:
             self._begin()
+        if id(parameter) not in self._places:  # it has no elements
+            return
         bucket, slot = self._places[id(parameter)]
         if self._barrier.closed(parameter):
             raise StaleParameterError(
@@ -279,7 +281,7 @@ class Schedule:
             dtype = self._wire_dtype or next(iter(members.values())).dtype
             self._buckets.append(Bucket(members, layout, dtype))
         self._places = {id(slot.parameter): (bucket, slot) for bucket in self._buckets for slot in bucket.slots}
-        self._outside = [parameter for parameter in self._parameters if id(parameter) not in self._places]
+        self._outside = [p for p in self._parameters if id(p) not in self._places and p.numel()]
 
     def _taking_part(self, owned: Owned, parameters: Sequence[nn.Parameter]) -> Owned:
         """Those that need a gradient on some rank, or have one."""

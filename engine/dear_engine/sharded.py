@@ -72,7 +72,7 @@ class Sharded(Update):
         self._state.clear()
         for parameter, state in full.items():
             start, stop = self._span(parameter)
-            if start < stop:
+            if self._holds(parameter):
                 self._state[self._part(parameter)] = {
                     name: value.reshape(-1)[start:stop].clone() if self._is_elementwise(name, value) else value
                     for name, value in state.items()
@@ -114,7 +114,7 @@ class Sharded(Update):
             for slot, part, gradient, there in zip(
                 bucket.slots, parts, layout.own_parts(bucket.flat), bucket.present(), strict=True
             )
-            if there and part.numel()
+            if there and self._holds(slot.parameter)
         ]
         apply_update(self._optimizer, self._state, settings, stepped)
         for part, place in zip(parts, layout.own_parts(gathered), strict=True):
@@ -142,6 +142,11 @@ class Sharded(Update):
 
     def _span(self, parameter: torch.Tensor) -> tuple[int, int]:
         return part_of(parameter.numel(), self._channel.rank, self._channel.world_size)
+
+    def _holds(self, parameter: torch.Tensor) -> bool:
+        """Whether this rank keeps some of the parameter's state; rank 0 does for those without elements."""
+        start, stop = self._span(parameter)
+        return start < stop or (parameter.numel() == 0 and self._channel.rank == 0)
 
     def _part(self, parameter: torch.Tensor) -> torch.Tensor:
         """The object under which the state of this rank's part is kept."""
