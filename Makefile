@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-architectures check format clean
+.PHONY: help install demo test scenarios test-architectures check format clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 28
@@ -21,6 +21,9 @@ demo: install ## tune a real two-rank training run from start to end (under two 
 
 test: install ## run the test suite
 	$(BIN)/python -m pytest
+
+scenarios: install ## run the engine's scenarios, and write the table in docs/engine.md from what came out
+	$(BIN)/python -m pytest tests/engine/test_scenarios.py tests/engine/test_scenario_processes.py --write-scenarios
 
 test-architectures: .venv/installed-architectures ## train public architectures, which it installs first, on the engine
 	$(BIN)/python -m pytest tests/architectures

@@ -1,13 +1,12 @@
 """Real ranks, tuned by a real server process: from the first trial to the recommendation, and through its death."""
 
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
 
 import httpx
 from support.server import Server
-from support.tuned import DEFAULT_BYTES, train
+from support.tuned import DEFAULT_BYTES, check_untouched, train, wait_for
 
 from dear_engine import Tuner
 from dear_tune import Client
@@ -27,21 +26,6 @@ def tuner(url: str) -> Tuner:
         iterations_per_trial=ITERATIONS,
         max_trials=MAX_TRIALS,
     )
-
-
-def assert_untouched(ranks, runs) -> None:
-    """Both ranks switched at the same steps, and their numbers are those of a run without a tuner."""
-    untuned = ranks(2).run(train, None, len(runs[0].losses))
-    assert runs[0].thresholds == runs[1].thresholds
-    assert [run.losses for run in runs] == [run.losses for run in untuned]
-    assert {run.digest for run in runs} == {run.digest for run in untuned}
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def completed(client: Client) -> int:
@@ -64,7 +48,7 @@ def test_a_run_is_tuned_to_the_end(ranks, database_url, tmp_path):
         (tmp_path / "stop").touch()
         runs = training.result()
         trials, recommendation = list(client.trials("attention")), client.recommendation("attention")
-    assert_untouched(ranks, runs)
+    check_untouched(ranks(2), runs)
     assert all(run.converged for run in runs)
     assert trials[0].parameters.threshold_bytes == DEFAULT_BYTES
     assert {trial.parameters.threshold_bytes for trial in trials} <= set(runs[0].thresholds)
@@ -86,7 +70,7 @@ def test_the_server_is_killed_and_comes_back(ranks, database_url, tmp_path):
         (tmp_path / "stop").touch()
         runs = training.result()
         trials = list(client.trials("attention"))
-    assert_untouched(ranks, runs)
+    check_untouched(ranks(2), runs)
     assert [trial.number for trial in trials] == list(range(len(trials)))
     assert trials[0].created_at < started_again < trials[-1].created_at
 
@@ -106,10 +90,3 @@ def test_curl(database_url):
         assert 400 <= refused.status_code < 500
         assert refused.headers["content-type"] == "application/problem+json"
         assert len(httpx.get(f"{server.url}/v1/studies").json()["studies"]) == 1
-
-
-def test_nobody_listens(ranks):
-    """A tuner whose service never answers leaves a run as it would be without one."""
-    runs = ranks(2).run(train, tuner("http://127.0.0.1:9"), 100)
-    assert_untouched(ranks, runs)
-    assert {threshold for run in runs for threshold in run.thresholds} == {DEFAULT_BYTES}

@@ -4,8 +4,6 @@ import pytest
 from support.refusals import CASES, raised
 
 EXPECTED = {
-    "clipped_after_backward": ("GradientError", "0.weight"),
-    "lbfgs": ("UnsupportedError", "LBFGS"),
     "foreign_parameter": ("UnsupportedError", "(3,)"),
     "nothing_to_train": ("UnsupportedError", "nothing to train"),
     "different_models": ("UnsupportedError", "[1]"),

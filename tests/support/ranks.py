@@ -17,7 +17,11 @@ AFTER_A_FAILURE_S = 20  # for the other ranks, which may wait for the one that f
 
 
 class RankError(Exception):
-    """What the ranks raised, with their tracebacks."""
+    """What the ranks raised: their tracebacks, by rank."""
+
+    def __init__(self, traces: dict[int, str]) -> None:
+        self.traces = traces
+        super().__init__("\n".join(f"rank {rank}: {trace}" for rank, trace in traces.items()))
 
 
 @dataclass(frozen=True)
@@ -44,10 +48,10 @@ class RankPool:
         for pipe in self._pipes:
             pipe.send((function, arguments))
         answers = self._answers()
-        failures = [f"rank {rank}: {a.trace}" for rank, a in enumerate(answers) if isinstance(a, _Failure)]
+        failures = {rank: answer.trace for rank, answer in enumerate(answers) if isinstance(answer, _Failure)}
         if failures:
             self.close()  # the ranks may be in the middle of different collectives
-            raise RankError("\n".join(failures))
+            raise RankError(failures)
         return answers
 
     def close(self) -> None:

@@ -37,21 +37,6 @@ def _case(function: Callable[[], None]) -> Callable[[], None]:
 
 
 @_case
-def clipped_after_backward() -> None:
-    model = build("Perceptron")
-    optimizer = dear.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, tuner=None)
-    loss_of(model, batches(0)[0]).backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-    optimizer.step()
-
-
-@_case
-def lbfgs() -> None:
-    model = build("Perceptron")
-    dear.DistributedOptimizer(torch.optim.LBFGS(model.parameters()), model, tuner=None)
-
-
-@_case
 def foreign_parameter() -> None:
     model = build("Perceptron")
     other = nn.Parameter(torch.zeros(3))

@@ -10,7 +10,6 @@ import copy
 import hashlib
 import os
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -156,44 +155,6 @@ def traffic(threshold_bytes: int, steps: int) -> dict[str, int]:
         }
 
 
-def accumulate(threshold_bytes: int) -> tuple[Outcome, int, int]:
-    """Three micro-batches a step under `no_sync`, the last one outside; and the collectives that took."""
-    model, reference = build("Perceptron"), build("Perceptron")
-    make = OPTIMIZERS["AdamW"]
-    oracle = make(reference.parameters())
-    with engine(model, make(model.parameters()), threshold_bytes=threshold_bytes) as optimizer:
-        for step in range(4):
-            optimizer.zero_grad()
-            oracle.zero_grad()
-            for micro in range(3):
-                everyone = batches(10 * step + micro)
-                if micro < 2:
-                    with optimizer.no_sync():
-                        loss_of(model, everyone[dist.get_rank()]).backward()
-                else:
-                    loss_of(model, everyone[dist.get_rank()]).backward()
-                for x in everyone:
-                    (loss_of(reference, x) / dist.get_world_size()).backward()
-            optimizer.step()
-            oracle.step()
-        outcome = Outcome(distance(model, reference), digest(model), [])
-        return outcome, optimizer.traffic.reduce_scatters, len(optimizer.plan.buckets)
-
-
-def switch_often(steps: int) -> Outcome:
-    """Another threshold after every step."""
-    model, reference = build("Perceptron"), build("Perceptron")
-    oracle = OPTIMIZERS["AdamW"](reference.parameters())
-    with engine(model, OPTIMIZERS["AdamW"](model.parameters())) as optimizer:
-        for step in range(steps):
-            optimizer.zero_grad()
-            loss_of(model, batches(step)[dist.get_rank()]).backward()
-            optimizer.step()
-            optimizer.set_threshold([1, 1500, WHOLE_MODEL][step % 3])
-            oracle_step(reference, oracle, step)
-        return Outcome(distance(model, reference), digest(model), [])
-
-
 def pending_model(threshold_bytes: int = 1500) -> tuple[nn.Module, dear.DistributedOptimizer, nn.Module]:
     """A model with an update pending, its optimizer, and how the model must look once the update is applied."""
     model, reference = build("Perceptron"), build("Perceptron")
@@ -204,68 +165,6 @@ def pending_model(threshold_bytes: int = 1500) -> tuple[nn.Module, dear.Distribu
     optimizer.step()
     oracle_step(reference, OPTIMIZERS["SGD"](reference.parameters()), 0)
     return model, optimizer, copy.deepcopy(reference)
-
-
-def two_engines() -> float:
-    """Two optimizers share a model's parameters between them, as matrices and the rest often do."""
-    model, reference = build("Perceptron"), build("Perceptron")
-
-    def split(m: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        return [p for p in m.parameters() if p.ndim == 2], [p for p in m.parameters() if p.ndim != 2]
-
-    oracles = [torch.optim.SGD(part, lr=0.1) for part in split(reference)]
-    optimizers = [dear.DistributedOptimizer(torch.optim.SGD(p, lr=0.1), model, tuner=None) for p in split(model)]
-    for step in range(3):
-        for optimizer in (*optimizers, *oracles):
-            optimizer.zero_grad()
-        loss_of(model, batches(step)[dist.get_rank()]).backward()
-        for x in batches(step):
-            (loss_of(reference, x) / dist.get_world_size()).backward()
-        for optimizer in (*optimizers, *oracles):
-            optimizer.step()
-    for optimizer in optimizers:
-        optimizer.close()
-    assert type(model[0]) is nn.Linear
-    return distance(model, reference)
-
-
-def scheduled(steps: int) -> float:
-    """A learning rate that halves right after every step, with the scheduler built on either optimizer."""
-    worst = 0.0
-    for on_wrapped in (True, False):
-        model, reference = build("Perceptron"), build("Perceptron")
-        oracle, inner = torch.optim.SGD(reference.parameters(), lr=0.2), torch.optim.SGD(model.parameters(), lr=0.2)
-        with engine(model, inner) as optimizer, warnings.catch_warnings():
-            warnings.simplefilter("error")
-            schedulers = [
-                torch.optim.lr_scheduler.StepLR(inner if on_wrapped else optimizer, 1, 0.5),
-                torch.optim.lr_scheduler.StepLR(oracle, 1, 0.5),
-            ]
-            for step in range(steps):
-                optimizer.zero_grad()
-                loss_of(model, batches(step)[dist.get_rank()]).backward()
-                optimizer.step()
-                oracle_step(reference, oracle, step)
-                for scheduler in schedulers:
-                    scheduler.step()
-            worst = max(worst, distance(model, reference))
-    return worst
-
-
-def resumed() -> tuple[str, str]:
-    """Digests after eight steps: uninterrupted, and saved after four and resumed with a new model and engine."""
-    model = build("Attention")
-    with engine(model, OPTIMIZERS["AdamW"](model.parameters()), threshold_bytes=1500) as optimizer:
-        _train(model, optimizer, range(4))
-        saved = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-        _train(model, optimizer, range(4, 8))
-        uninterrupted = digest(model)
-    other = build("Attention", seed=5)
-    with engine(other, OPTIMIZERS["AdamW"](other.parameters()), threshold_bytes=WHOLE_MODEL) as optimizer:
-        other.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-        _train(other, optimizer, range(4, 8))
-        return uninterrupted, digest(other)
 
 
 def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
@@ -279,16 +178,6 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> 
     return losses
 
 
-def one_rank_dies() -> None:
-    """The last rank is gone at the third step; the others go on as long as they can."""
-    model = build("Perceptron")
-    with engine(model, OPTIMIZERS["SGD"](model.parameters()), threshold_bytes=1500) as optimizer:
-        for step in range(20):
-            if step == 3 and dist.get_rank() == dist.get_world_size() - 1:
-                os._exit(1)
-            _train(model, optimizer, range(step, step + 1))
-
-
 def group_destroyed_at_once() -> float:
     """Parameters after the process group is destroyed right after the last step, against the oracle's."""
     model, reference = build("Perceptron"), build("Perceptron")
@@ -300,19 +189,6 @@ def group_destroyed_at_once() -> float:
     time.sleep(0.3 * dist.get_rank())  # the others leave first
     dist.destroy_process_group()
     return distance(model, reference)
-
-
-def frozen_and_thawed() -> float:
-    """A layer that is frozen after the engine was built, and thawed again three steps later."""
-    model, reference = build("Perceptron"), build("Perceptron")
-    oracle = OPTIMIZERS["AdamW"](reference.parameters())
-    with engine(model, OPTIMIZERS["AdamW"](model.parameters()), threshold_bytes=1500) as optimizer:
-        for step in range(9):
-            for each in (model, reference):
-                each[3].requires_grad_(step not in range(3, 6))
-            _train(model, optimizer, range(step, step + 1))
-            oracle_step(reference, oracle, step)
-        return distance(model, reference)
 
 
 def in_a_group_of_its_own() -> float | None:
@@ -331,50 +207,6 @@ def in_a_group_of_its_own() -> float | None:
                 (loss_of(reference, batches(step)[rank]) / len(members)).backward()
             oracle.step()
         return distance(model, reference)
-
-
-def with_a_closure() -> tuple[float, float]:
-    """The distance from the oracle when `step` is given a closure, and the loss that it returned."""
-    model, reference = build("Perceptron"), build("Perceptron")
-    oracle, returned = OPTIMIZERS["SGD"](reference.parameters()), 0.0
-    with engine(model, OPTIMIZERS["SGD"](model.parameters())) as optimizer:
-        for step in range(3):
-
-            def closure(step: int = step) -> torch.Tensor:
-                optimizer.zero_grad()
-                loss = loss_of(model, batches(step)[dist.get_rank()])
-                loss.backward()
-                return loss
-
-            returned = float(optimizer.step(closure))
-            oracle_step(reference, oracle, step)
-        return distance(model, reference), returned
-
-
-def start_of(model_name: str) -> tuple[str, list[list[float]]]:
-    """What a model starts with when every rank seeded it differently: a digest of the parameters, and the buffers."""
-    model = build(model_name, seed=dist.get_rank())
-    with engine(model, OPTIMIZERS["SGD"](model.parameters())):
-        return digest(model), [torch.view_as_real(b + 0j).flatten().tolist() for b in model.buffers()]
-
-
-def mixed_dtypes() -> tuple[float, set[str]]:
-    """The distance from the oracle of a model in two precisions, and the dtypes of its buckets."""
-
-    def cast(model: nn.Module) -> nn.Module:
-        model[3].float()
-        model[2].register_forward_hook(lambda _module, _inputs, output: output.float())
-        model[3].register_forward_hook(lambda _module, _inputs, output: output.double())
-        return model
-
-    model, reference = cast(build("Perceptron")), cast(build("Perceptron"))
-    oracle = OPTIMIZERS["SGD"](reference.parameters())
-    with engine(model, OPTIMIZERS["SGD"](model.parameters())) as optimizer:
-        for step in range(4):
-            _train(model, optimizer, range(step, step + 1))
-            oracle_step(reference, oracle, step)
-        dtypes = {str(bucket.flat.dtype) for bucket in optimizer._schedule.buckets}
-        return distance(model, reference), dtypes
 
 
 def opened_and_closed(times: int) -> int:

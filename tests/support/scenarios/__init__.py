@@ -1,15 +1,11 @@
-"""The situations of the table in docs/engine.md. Importing this registers them, in the table's order."""
+"""The situations of the table in docs/engine.md. Importing this registers them."""
 
-from support.scenarios import reads  # isort: skip
-from support.scenarios import order  # isort: skip
-from support.scenarios import participation  # isort: skip
-from support.scenarios import optimizers  # isort: skip
-from support.scenarios import tensors  # isort: skip
-from support.scenarios import running  # isort: skip
-from support.scenarios.core import SCENARIOS, Loud, Scenario, Setting, outcome
+from support.scenarios import optimizers, order, participation, reads, running, tensors
+from support.scenarios.core import SCENARIOS, UPDATES, Loud, Scenario, Setting, outcome
 
 __all__ = [
     "SCENARIOS",
+    "UPDATES",
     "Loud",
     "Scenario",
     "Setting",

@@ -207,23 +207,27 @@ class Twins:
 
 
 @contextmanager
-def twins(
-    setting: Setting, build: Callable[[], nn.Module], make: Optimizers, *, wrap: bool = True, **options: Any
-) -> Iterator[Twins]:
+def twins(setting: Setting, build: Callable[[], nn.Module], make: Optimizers, **options: Any) -> Iterator[Twins]:
     """An engine, from another seed on every rank, and an oracle that starts as rank 0 does.
 
     Args:
         setting: of the engine.
         build: makes a model, in double precision where it says nothing else.
         make: makes an optimizer of parameters.
-        wrap: whether to build the engine at once; otherwise both sides are plain, and `wrapped` makes the engine.
         options: further ones of the engine.
     """
-    world = tuple(range(dist.get_world_size()))
     model, reference = built(build, dist.get_rank()), built(build, 0)
     inner, oracle = make(model.parameters()), make(reference.parameters())
-    with wrapped(setting, inner, model, **options) if wrap else contextlib.nullcontext(inner) as optimizer:
-        yield Twins(Side(model, optimizer, (dist.get_rank(),)), Side(reference, oracle, world))
+    with wrapped(setting, inner, model, **options) as optimizer:
+        yield beside(model, optimizer, reference, oracle)
+
+
+def beside(
+    model: nn.Module, optimizer: torch.optim.Optimizer, reference: nn.Module, oracle: torch.optim.Optimizer
+) -> Twins:
+    """An engine that is there already, and its oracle."""
+    everyone = tuple(range(dist.get_world_size()))
+    return Twins(Side(model, optimizer, (dist.get_rank(),)), Side(reference, oracle, everyone))
 
 
 @contextmanager

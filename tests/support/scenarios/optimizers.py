@@ -25,6 +25,7 @@ from support.scenarios.core import (
     Twins,
     adamw,
     always,
+    beside,
     built,
     check_equal,
     check_same_everywhere,
@@ -344,18 +345,13 @@ def _check_scheduled(setting: Setting, make: Any, scheduler: Any, on_wrapped: bo
     inner, oracle = make(model.parameters()), make(reference.parameters())
     with wrapped(setting, inner, model) as optimizer, warnings.catch_warnings():
         warnings.simplefilter("error")
-        pair = _pair(model, optimizer, reference, oracle)
+        pair = beside(model, optimizer, reference, oracle)
         schedulers = [scheduler(inner if on_wrapped else optimizer), scheduler(oracle)]
         for step in range(10):
             pair.train([step])
             for each in schedulers:
                 each.step()
         pair.check()
-
-
-def _pair(model: nn.Module, optimizer: Any, reference: nn.Module, oracle: Any) -> Twins:
-    everyone = tuple(range(dist.get_world_size()))
-    return Twins(Side(model, optimizer, (dist.get_rank(),)), Side(reference, oracle, everyone))
 
 
 @scenario("D4c", "hyper-parameters that are changed by hand right after `step()`")
@@ -934,7 +930,7 @@ def two_engines(setting: Setting) -> None:
         wrapped(setting, adamw(matrices(model, False)), model) as second,
     ):
         oracles = sgd(matrices(reference, True)), adamw(matrices(reference, False))
-        pairs = [_pair(model, mine, reference, theirs) for mine, theirs in zip((first, second), oracles, strict=True)]
+        pairs = [beside(model, mine, reference, theirs) for mine, theirs in zip((first, second), oracles, strict=True)]
         for step in range(STEPS):
             for sides in zip(*pairs, strict=True):  # the engine's two, then the oracle's
                 for side in sides:
@@ -958,7 +954,7 @@ def wrapped_with_state(setting: Setting) -> None:
     groups = inner.param_groups
     first, parameters = groups[0], groups[0]["params"]
     with wrapped(setting, inner, model) as optimizer:
-        pair = _pair(model, optimizer, reference, oracle)
+        pair = beside(model, optimizer, reference, oracle)
         assert optimizer.param_groups is groups
         for step in range(1, STEPS):
             pair.train([step])
@@ -976,7 +972,7 @@ def wrapped_again(setting: Setting) -> None:
     everyone = tuple(range(dist.get_world_size()))
     for first in (0, 10):
         with wrapped(setting, inner, model) as optimizer:
-            pair = _pair(model, optimizer, reference, oracle)
+            pair = beside(model, optimizer, reference, oracle)
             pair.train(range(first, first + 3))
             pair.check()
         for side in (Side(model, inner, everyone), pair.oracle):

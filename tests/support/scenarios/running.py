@@ -17,8 +17,10 @@ from support.scenarios.core import (
     Batch,
     Loud,
     Setting,
+    Side,
     adamw,
     always,
+    built,
     plain_loss,
     register,
     scenario,
@@ -27,6 +29,7 @@ from support.scenarios.core import (
 )
 from torch import nn
 
+import dear_engine as dear
 from dear_tune.errors import CommunicationError
 
 
@@ -69,22 +72,32 @@ register(
 
 
 def faulty(setting: Setting, fault: str) -> None:
-    """Train on a group with a short timeout, until the last rank raises and lingers, leaves, or is killed."""
+    """Train on a group with a short timeout, until the last rank raises and lives on, or is killed."""
     group = dist.new_group(timeout=timedelta(seconds=3))
-    with twins(setting, MODELS["Perceptron"], adamw, process_group=group) as pair:
-        for step in range(20):
-            if step == 3 and dist.get_rank() == dist.get_world_size() - 1:
-                _FAULTS[fault]()
-            pair.engine.train(step)
+    model = built(MODELS["Perceptron"])
+    optimizer = dear.DistributedOptimizer(
+        adamw(model.parameters()),
+        model,
+        threshold_bytes=setting.threshold_bytes,
+        update=setting.update,
+        tuner=None,
+        process_group=group,
+    )
+    side = Side(model, optimizer, (dist.get_rank(),))
+    for step in range(20):
+        if step == 3 and dist.get_rank() == dist.get_world_size() - 1:
+            FAULTS[fault]()
+        side.train(step)
 
 
 def _raise() -> None:
-    lingering.append(RuntimeError("a mistake of the user's"))
-    raise lingering[0]  # with its traceback it keeps the engine, and so its connections
+    error = RuntimeError("a mistake of the user's")
+    _kept.append(error)  # its traceback keeps the engine, and so the engine's connections
+    raise error
 
 
-lingering: list[Exception] = []
-_FAULTS = {"raises": _raise, "leaves": lambda: os._exit(1), "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL)}
+_kept: list[Exception] = []
+FAULTS = {"raises": _raise, "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL)}
 
 
 def _compiled_model(model: nn.Module) -> Any:
