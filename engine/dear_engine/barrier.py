@@ -58,7 +58,9 @@ class _Behind:
     _dear_barrier: ClassVar[ReadBarrier]
     _dear_own_class: ClassVar[type[nn.Parameter]]
 
+    # A compiled function is to read anew at each call, and not as it did when it was compiled.
     @classmethod
+    @torch.compiler.disable  # type: ignore[untyped-decorator] # not annotated in torch
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, TypeVar
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from dear_engine.barrier import plainly
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 __all__ = ["in_plain_mode"]
 
@@ -52,5 +52,20 @@ def _inside_something() -> bool:
 
 def _do(work: Callable[[], _Result], device: torch.device, stream: torch.cuda.Stream | None) -> _Result:
     there = nullcontext() if stream is None else torch.cuda.stream(stream)
-    with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False), plainly(), there:
+    plain = torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False), plainly()
+    with ExitStack() as modes:
+        for mode in (*plain, _not_compiling(), there):
+            modes.enter_context(mode)
         return work()
+
+
+@contextmanager
+def _not_compiling() -> Iterator[None]:
+    """While torch.compile looks at a parameter all of Python is told so, and optimizers then reckon in float32."""
+    compiler: Any = torch.compiler
+    before = compiler._is_compiling_flag
+    compiler._is_compiling_flag = False
+    try:
+        yield
+    finally:
+        compiler._is_compiling_flag = before
