@@ -43,8 +43,8 @@ class Verdicts:
 
     def write(self) -> None:
         """Put the table into the document; every scenario must have come out, in every update mode."""
-        missing = [key for key in self._keys() if key not in self._seen]
-        assert not missing, f"no table was written: nothing is known of {missing}"
+        missing = {identifier for identifier, update in self._keys() if (identifier, update) not in self._seen}
+        assert not missing, f"no table was written: nothing is known of {sorted(missing)}"
         before, _, after = self._parts()
         rows = "".join(self._row(scenario) for scenario in sorted(SCENARIOS.values(), key=_place))
         self._document.write_text(before + BEGIN + HEAD + rows + END + after, encoding="utf-8")
