@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import weakref
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -129,6 +131,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             optimizer.register_load_state_dict_post_hook(lambda _: self._after_load_state_dict()),
             *hang_on(model, update=self._update_parameters_of, interrupt=self._timer.interrupt),
         ]
+        _before_fork(self._schedule.synchronize)  # the child has no thread that could
         self._closed = False
         self._consolidated: dict[str, Any] | None = None
         self._consolidate_first = False
@@ -423,6 +426,18 @@ def _check_free(parameters: dict[str, nn.Parameter]) -> None:
     for name, parameter in parameters.items():
         if belongs_to_a_schedule(parameter):
             raise UnsupportedError(f"{name} belongs to another DistributedOptimizer; close() that one first.")
+
+
+def _before_fork(method: Callable[[], None]) -> None:
+    """Call it before this process forks, as long as its object lives."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> None:
+        alive = reference()
+        if alive is not None:
+            alive()
+
+    os.register_at_fork(before=call)
 
 
 def _count(optimizer: torch.optim.Optimizer) -> int:

@@ -13,8 +13,7 @@ leave out a step), opens the round again: what is left of it is sent, so that al
 abandoned, and the next round sends the gradients as they are then.
 
 A bucket is PENDING from `step` until its update is applied, and its parameters are behind the read barrier
-(barrier.py). A gradient for a parameter that nothing has read since the last step may come from an old value: it raises
-`StaleParameterError`.
+(barrier.py).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from dear_engine.barrier import ReadBarrier, holders, plainly, shared_memory
+from dear_engine.barrier import Holders, ReadBarrier, plainly
 from dear_engine.bucket import Bucket, BucketState, Slot
 from dear_engine.layers import layers_of
 from dear_engine.modes import in_plain_mode
@@ -168,14 +167,14 @@ class Schedule:
         if id(parameter) not in self._places:  # it has no elements
             return
         bucket, slot = self._places[id(parameter)]
-        if self._barrier.closed(parameter):
-            raise StaleParameterError(
-                f"{slot.name} was used in forward, perhaps before its update was applied, in a way that dear_engine "
-                "cannot see. Call optimizer.synchronize() before such a forward."
-            )
         gradient = parameter.grad
         if gradient is None:  # a hook of the user's has taken it away
             return
+        if self._barrier.closed(parameter) and gradient.isnan().any():
+            raise StaleParameterError(
+                f"{slot.name} was used in forward before its update was applied, in a way that dear_engine cannot see, "
+                "and so found NaN in its place. Call optimizer.synchronize() before such a forward."
+            )
         if gradient.layout is not torch.strided:
             parameter.grad = gradient.to_dense()
         bucket.mark(parameter, self._gradient_class)
@@ -268,7 +267,7 @@ class Schedule:
             self._barrier.check(name, parameter)
         layers = layers_of(self._taking_part(owned, parameters), self._wire_dtype)
         self._owned, self._parameters, self._layers = owned, parameters, layers
-        self._storages = holders(self._parameters)
+        self._holders = Holders(parameters)
         self._buckets, self._places = [], {}  # the old buffers go before the new ones come
         self._plan = (
             fuse([layer.layer for layer in layers], self.threshold_bytes)
@@ -368,15 +367,15 @@ class Schedule:
         bucket.state = BucketState.PENDING
 
     def _shared(self) -> list[Slot]:
-        """Those whose memory can be read past the barrier, through another tensor."""
-        slots = [slot for bucket in self._buckets for slot in bucket.slots]
-        return [slot for slot in slots if shared_memory(slot.parameter, self._storages)]
+        """Those whose values can be read past the barrier."""
+        others = self._holders.others()
+        return [slot for bucket in self._buckets for slot in bucket.slots if id(slot.parameter) in others]
 
     def _note_shared(self, slot: Slot) -> None:
         if not self._noted:
             logger.info(
-                "Another tensor shares the memory of %s (a kept .data, view or graph), so it is updated at once, and "
-                "its all-gather hides behind nothing.",
+                "%s can be read past the engine (a kept .data or view, a graph whose backward is still to come, a "
+                "traced module), so it is updated at once, and its all-gather hides behind nothing.",
                 slot.name,
             )
         self._noted = True

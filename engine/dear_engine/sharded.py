@@ -124,8 +124,10 @@ class Sharded(Update):
 
     @override
     def after_gather(self, bucket: Bucket, settings: Hyperparameters) -> None:
-        for slot, place in zip(bucket.slots, bucket.layout.places(self._gathered(bucket)), strict=True):
-            place.get(slot.parameter)
+        places = bucket.layout.places(self._gathered(bucket))
+        for slot, place, there in zip(bucket.slots, places, bucket.present(), strict=True):
+            if there:  # otherwise it is as it was, also to graphs that have saved it
+                place.get(slot.parameter)
 
     def _gathered(self, bucket: Bucket) -> torch.Tensor:
         """Where the parameters travel: the gradients' buffer, unless those have another dtype on the wire."""
