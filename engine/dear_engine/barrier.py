@@ -34,7 +34,7 @@ plainly = torch._C.DisableTorchFunctionSubclass
 """A context in which no barrier is noticed, for this thread: that of the update itself."""
 
 _GETTERS = (
-    "_backward_hooks", "_grad", "_post_accumulate_grad_hooks", "_version", "device", "dtype", "grad", "grad_fn",
+    "_backward_hooks", "_grad", "_post_accumulate_grad_hooks", "device", "dtype", "grad", "grad_fn",
     "is_cpu", "is_cuda", "is_leaf", "is_meta", "is_quantized", "is_sparse", "itemsize", "layout", "name", "names",
     "ndim", "output_nr", "requires_grad", "retains_grad", "shape",
 )  # fmt: skip
@@ -100,7 +100,7 @@ class ReadBarrier:
     """The read barrier of one engine.
 
         close     step() leaves an update pending: the values go aside, NaN takes their place
-        unveil    the update is due: the values come back, for the updating thread's eyes only
+        unveil    the update has been computed: its values come to their place
         open      the parameter is as any other
 
     Args:
@@ -125,12 +125,17 @@ class ReadBarrier:
             self._aside[id(parameter)] = parameter.data
             parameter.data = self._nan(parameter)
 
-    def unveil(self, parameter: nn.Parameter) -> None:
-        """Give the values back; others still wait for `open`."""
-        values = self._aside.pop(id(parameter), None)
-        if values is not None:
-            with plainly():
-                parameter.data = values
+    def aside(self, parameter: nn.Parameter) -> torch.Tensor:
+        """The values that were there when the barrier closed."""
+        return self._aside[id(parameter)]
+
+    def unveil(self, parameter: nn.Parameter, values: torch.Tensor, *, changed: bool) -> None:
+        """Let these be the parameter's values; others still wait for `open`."""
+        del self._aside[id(parameter)]
+        with plainly():
+            parameter.data = values
+            if changed:  # graphs that have saved it are to notice, as when it is written to
+                torch.autograd.graph.increment_version(parameter)
 
     def read(self, parameter: Any) -> None:
         """Bring the parameter up to date; from now on it is read as any other."""

@@ -33,7 +33,7 @@ from dear_engine.layers import layers_of
 from dear_engine.modes import in_plain_mode
 from dear_engine.norms import total_norm
 from dear_engine.scaling import noticing
-from dear_engine.update import Hyperparameters, hyperparameters
+from dear_engine.update import settings_of
 from dear_tune.errors import GradientError, StaleParameterError
 from dear_tune.fusion import FusionPlan, fuse
 
@@ -84,7 +84,7 @@ class Schedule:
         self._update = update
         self._channel = channel
         self._wire_dtype = wire_dtype
-        self._settings: Hyperparameters = {}
+        self._settings = settings_of(optimizer)
         self._buckets: list[Bucket] = []  # in the layers' order
         self._places: dict[int, tuple[Bucket, Slot]] = {}  # by the parameter's id
         self._barrier = ReadBarrier(self._bring_up_to_date, self.synchronize)
@@ -229,7 +229,7 @@ class Schedule:
         """Reduce what is left and queue all all-gathers; the updates follow at the first reads."""
         self._settle()
         self._reduce_rest()
-        self._settings = hyperparameters(self._optimizer)
+        self._settings = settings_of(self._optimizer)
         self._stream = _current_stream(self._buckets)
         for bucket in self._buckets:
             bucket.release()
@@ -406,9 +406,10 @@ class Schedule:
     def _finish(self, bucket: Bucket) -> None:
         bucket.wait()
         bucket.state = BucketState.BROKEN  # until the update has succeeded
-        for slot in bucket.slots:
-            self._barrier.unveil(slot.parameter)
-        self._update.after_gather(bucket, self._settings)
+        values = [self._barrier.aside(slot.parameter) for slot in bucket.slots]
+        updated = self._update.after_gather(bucket, self._settings, values)
+        for slot, new, there in zip(bucket.slots, updated, bucket.present(), strict=True):
+            self._barrier.unveil(slot.parameter, new, changed=there)
         bucket.state = BucketState.ACCUMULATING
         if not self._recording:  # otherwise each one's first read is of interest
             self._open(bucket)
