@@ -36,8 +36,10 @@ class Slot:
         self.name = name
         self.parameter = parameter
         self.place = place
+        self.dtype = parameter.dtype
         self._sent: torch.Tensor | None = None
         self._version = 0
+        self._clipped: tuple[torch.Tensor | None, int] = (None, 0)
 
     @property
     def filled(self) -> bool:
@@ -54,15 +56,20 @@ class Slot:
         self._sent, self._version = gradient, gradient._version
         return True
 
-    def forget(self) -> None:
-        """What was sent is of no use any more."""
+    def forget(self, *, clipped: bool = False) -> None:
+        """What was sent is of no use any more; `clipped`: what the step used was no longer the mean of it."""
+        self._clipped = (self._sent, self._version) if clipped else (None, 0)
         self._sent = None
 
     @property
     def grown(self) -> bool:
         """Whether a backward pass has added to exactly what was sent."""
-        gradient = self.parameter.grad
-        return gradient is not None and gradient is self._sent and gradient._version == self._version + 1
+        return _has_grown(self.parameter.grad, self._sent, self._version)
+
+    @property
+    def grown_since_clipped(self) -> bool:
+        """Whether a backward pass has added to what the last step used clipped."""
+        return _has_grown(self.parameter.grad, *self._clipped)
 
     @property
     def outlived(self) -> bool:
@@ -166,11 +173,11 @@ class Bucket:
         self.state = BucketState.ACCUMULATING
         self.release()
 
-    def release(self) -> None:
-        """Let the sent gradients go."""
+    def release(self, *, clipped: bool = False) -> None:
+        """Let the sent gradients go; see `Slot.forget`."""
         self._missing = None
         for slot in self.slots:
-            slot.forget()
+            slot.forget(clipped=clipped)
 
     @property
     def in_use(self) -> bool:
@@ -185,6 +192,10 @@ class Bucket:
     def _trainable(self) -> int:
         """How many parameters gradients can come for: some may have been frozen since the bucket was built."""
         return sum(slot.parameter.requires_grad for slot in self.slots)
+
+
+def _has_grown(gradient: torch.Tensor | None, earlier: torch.Tensor | None, version: int) -> bool:
+    return gradient is not None and gradient is earlier and gradient._version == version + 1
 
 
 def _zeros_like(parameter: nn.Parameter) -> torch.Tensor:

@@ -262,6 +262,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             to: the rank, within the process group, that is going to save; None for all.
         """
         self._schedule.synchronize()
+        self._schedule.finish_round()
         if self._sharded is not None:
             self._consolidated = self._sharded.gather(to)
             self._consolidate_first = not self._sharded.state
@@ -284,6 +285,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             UnsupportedError: the model does not have them, or the engine would get them wrong; nothing has changed.
         """
+        self._schedule.finish_round()
         before = len(self.param_groups)
         self._optimizer.add_param_group(param_group)
         try:

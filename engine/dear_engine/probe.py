@@ -34,9 +34,7 @@ def check_separate(optimizer: torch.optim.Optimizer) -> None:
     """Raise `UnsupportedError` if what becomes of a parameter depends on the others, or on random numbers."""
     for group in _groups(optimizer):
         first, second = _matrix(group, 3, 4), _matrix(group, 4, 3) * 5
-        with suppress(
-            Exception
-        ):  # an optimizer that steps no small matrix cannot be tried out; it may work all the same
+        with suppress(Exception):  # one that steps no small matrix cannot be tried out; it may work all the same
             random = torch.get_rng_state()
             together, _ = _stepped(optimizer, group, [first, second])
             alone = [_stepped(optimizer, group, [each])[0][0] for each in (first, second)]

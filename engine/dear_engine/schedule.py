@@ -178,8 +178,14 @@ class Schedule:
         if gradient.layout is not torch.strided:
             parameter.grad = gradient.to_dense()
         bucket.mark(parameter, self._gradient_class)
+        if slot.grown_since_clipped or (self._clipped and slot.grown):
+            raise GradientError(
+                f"A backward pass added to the gradient of {slot.name} after clip_grad_norm_() or "
+                "GradScaler.unscale_(), which would be undone. Clip and unscale after a step's last backward pass, and "
+                "call zero_grad() before the next step's first."
+            )
         if slot.filled or bucket.state is BucketState.REDUCING:
-            self._reopen(slot)
+            self._abandon()
         if self.reducing:
             bucket.fill(slot)
             self._reduce_complete()
@@ -190,6 +196,11 @@ class Schedule:
         self._reduce_rest()
         for bucket in self._buckets:
             bucket.wait()
+
+    def finish_round(self) -> None:
+        """Start what has not started of a round that has begun: other messages do not come between, then."""
+        if any(bucket.in_use for bucket in self._buckets):
+            self._reduce_rest()
 
     def unscale(self, found_inf: torch.Tensor, factor: torch.Tensor) -> None:
         """Multiply the mean gradients, and set `found_inf` on all ranks to whether any of them is not finite."""
@@ -232,7 +243,7 @@ class Schedule:
         self._settings = settings_of(self._optimizer)
         self._stream = _current_stream(self._buckets)
         for bucket in self._buckets:
-            bucket.release()
+            bucket.release(clipped=self._clipped)
             if self._update.steps_before_gather:
                 bucket.wait()
         shared = self._shared()
@@ -290,14 +301,16 @@ class Schedule:
         return {module: {name: p for name, p in named.items() if id(p) in members} for module, named in owned.items()}
 
     def _begin(self) -> None:
-        """With a step's first gradient: parameters may have been thawed since the last step."""
+        """With a step's first gradient: parameters may have been thawed, or cast, since the last step."""
         self._begun = True
         if self._recording:
             self._recording = False
             for bucket in self._buckets:
                 if bucket.state is not BucketState.PENDING:
                     self._open(bucket)
-        if any(parameter.requires_grad for parameter in self._outside):
+        slots = (slot for bucket in self._buckets for slot in bucket.slots)
+        thawed = any(parameter.requires_grad for parameter in self._outside)
+        if thawed or any(slot.parameter.dtype is not slot.dtype for slot in slots):
             self._abandon()
             self._fuse(self._owned)
 
@@ -312,14 +325,6 @@ class Schedule:
 
     def _sent(self, bucket: Bucket) -> Sequence[Slot]:
         return bucket.slots if bucket.state is BucketState.REDUCING else [s for s in bucket.slots if s.filled]
-
-    def _reopen(self, slot: Slot) -> None:
-        if self._clipped and slot.grown:
-            raise GradientError(
-                f"A backward pass added to the gradient of {slot.name} after clip_grad_norm_() or "
-                "GradScaler.unscale_(), which would be undone. Clip and unscale after a step's last backward pass."
-            )
-        self._abandon()
 
     def _abandon(self) -> None:
         """End a round that has begun on some rank, so that it has on all, and begin the next one."""
