@@ -8,8 +8,8 @@ tied name, a list of the user's, `param_groups`) makes no difference, and once i
 
 What is known to look at no value (`.grad`, `.shape`, `requires_grad_()`) is let through; whatever is not known counts
 as a read. What does not come here cannot read an old value either, because it is not there: behind the barrier the
-parameter's data is NaN (one number, expanded to its shape), and its memory is kept aside. Other tensors in that memory,
-such as a kept `.data`, are what `shared_memory` looks for, before the barrier closes.
+parameter's data is NaN (one number, expanded to its shape), and its memory is kept aside. Whoever reaches the values in
+another way, through a kept `.data` or a traced module, is what `Holders` looks for, before the barrier closes.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ import torch
 from dear_tune.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch import nn
 
-__all__ = ["ReadBarrier", "holders", "plainly", "shared_memory"]
+__all__ = ["Holders", "ReadBarrier", "plainly"]
 
 plainly = torch._C.DisableTorchFunctionSubclass
 """A context in which no barrier is noticed, for this thread: that of the update itself."""
 
 _GETTERS = (
-    "_backward_hooks", "_grad", "_post_accumulate_grad_hooks", "_version", "device", "dtype", "grad", "grad_fn",
+    "_backward_hooks", "_grad", "_post_accumulate_grad_hooks", "device", "dtype", "grad", "grad_fn",
     "is_cpu", "is_cuda", "is_leaf", "is_meta", "is_quantized", "is_sparse", "itemsize", "layout", "name", "names",
     "ndim", "output_nr", "requires_grad", "retains_grad", "shape",
 )  # fmt: skip
@@ -100,7 +100,7 @@ class ReadBarrier:
     """The read barrier of one engine.
 
         close     step() leaves an update pending: the values go aside, NaN takes their place
-        unveil    the update is due: the values come back, for the updating thread's eyes only
+        unveil    the update has been computed: its values come to their place
         open      the parameter is as any other
 
     Args:
@@ -125,12 +125,17 @@ class ReadBarrier:
             self._aside[id(parameter)] = parameter.data
             parameter.data = self._nan(parameter)
 
-    def unveil(self, parameter: nn.Parameter) -> None:
-        """Give the values back; others still wait for `open`."""
-        values = self._aside.pop(id(parameter), None)
-        if values is not None:
-            with plainly():
-                parameter.data = values
+    def aside(self, parameter: nn.Parameter) -> torch.Tensor:
+        """The values that were there when the barrier closed."""
+        return self._aside[id(parameter)]
+
+    def unveil(self, parameter: nn.Parameter, values: torch.Tensor, *, changed: bool) -> None:
+        """Let these be the parameter's values; others still wait for `open`."""
+        del self._aside[id(parameter)]
+        with plainly():
+            parameter.data = values
+            if changed:  # graphs that have saved it are to notice, as when it is written to
+                torch.autograd.graph.increment_version(parameter)
 
     def read(self, parameter: Any) -> None:
         """Bring the parameter up to date; from now on it is read as any other."""
@@ -183,22 +188,44 @@ class ReadBarrier:
         return self._classes[own]
 
 
-def holders(parameters: Iterable[nn.Parameter]) -> dict[int, int]:
-    """How many of these parameters lie in each storage: several of a recurrent layer do, on a GPU."""
-    with plainly():
-        return dict(Counter(_storage(parameter)._cdata for parameter in parameters))
+class Holders:
+    """Who reaches parameters' values past the barrier: other tensors in the same memory, or C++ that keeps a parameter.
 
+    Kept `.data`, `.detach()`, views and numpy arrays are the former; the latter are graphs that have saved a parameter
+    for a backward that is still to come, and traced modules.
 
-def shared_memory(parameter: nn.Parameter, known: dict[int, int]) -> bool:
-    """Whether some tensor besides those that `holders` knows shares the parameter's memory, and shows it unasked.
-
-    Kept `.data`, `.detach()`, views and numpy arrays do, and so do graphs that still wait for their backward.
+    Args:
+        parameters: those that are known, and may lie in one storage: a recurrent layer's do, on a GPU.
     """
-    with plainly():
-        storage = _storage(parameter)
-        # One more for `storage` itself.
-        return torch._C._storage_Use_Count(storage._cdata) > known.get(storage._cdata, 1) + 1
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+        # Kept, so that how often a parameter is referred to does not depend on whether some graph is still there.
+        self._accumulators = {id(p): _accumulator(p) for p in parameters if p.requires_grad}
+
+    def others(self) -> set[int]:
+        """The ids of the parameters that are reached by anyone else, now."""
+        with plainly():
+            storages = [parameter.untyped_storage() for parameter in self._parameters]
+            known = Counter(storage._cdata for storage in storages)
+            return {
+                id(parameter)
+                for parameter, storage in zip(self._parameters, storages, strict=True)
+                if _references(parameter) > 1 + (id(parameter) in self._accumulators)
+                # Each known one refers to it twice: the parameter itself, and `storages` here.
+                or torch._C._storage_Use_Count(storage._cdata) > 2 * known[storage._cdata]
+            }
 
 
-def _storage(parameter: nn.Parameter) -> torch.UntypedStorage:
-    return parameter.untyped_storage()
+def _references(parameter: Any) -> int:
+    """In C++; Python's own count as one."""
+    count: int = parameter._use_count()
+    return count
+
+
+def _accumulator(parameter: nn.Parameter) -> Any:
+    """The graph node that accumulates the parameter's gradient: there is at most one at a time."""
+    with torch.enable_grad(), plainly():
+        node = parameter.view_as(parameter).grad_fn
+        assert node is not None  # it requires a gradient
+        return node.next_functions[0][0]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import weakref
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,6 +17,7 @@ from dear_engine.barrier import plainly
 from dear_engine.collectives import Channel, Traffic, check_backend, collectives_for
 from dear_engine.hooks import hang_on
 from dear_engine.layers import dtype_name, parameters_of
+from dear_engine.probe import check_separate
 from dear_engine.schedule import Schedule, belongs_to_a_schedule
 from dear_engine.sharded import Sharded
 from dear_engine.timing import IterationTimer, clock_for
@@ -129,12 +132,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
             optimizer.register_load_state_dict_post_hook(lambda _: self._after_load_state_dict()),
             *hang_on(model, update=self._update_parameters_of, interrupt=self._timer.interrupt),
         ]
+        _before_fork(self._schedule.synchronize)  # the child has no thread that could
         self._closed = False
         self._consolidated: dict[str, Any] | None = None
         self._consolidate_first = False
         self._tuning: TuningLoop | None = None
         self._until_order = _ORDER_KNOWN_AFTER
-        self._parameter_count = _count(optimizer)
+        self._known = _ids(optimizer)
 
     # Both read-only on purpose: they are always the wrapped optimizer's.
     @property
@@ -287,6 +291,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             added = self.param_groups[before]["params"]
             _check_free({name: p for each in owned.values() for name, p in each.items() if p in set(added)})
             agree(self._channel, self._model, self._optimizer, self._settings)
+            check_separate(self._optimizer)
             if self._sharded is not None:
                 self._sharded.check()
             self._schedule.own(owned)
@@ -295,7 +300,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise
         start_equal(added, self._group)
         self._until_order = _ORDER_KNOWN_AFTER
-        self._parameter_count = _count(self._optimizer)
+        self._known = _ids(self._optimizer)
 
     def __reduce_ex__(self, _: Any) -> Any:
         """Refuse to be copied or pickled: `UnsupportedError`."""
@@ -339,9 +344,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Refuse what has become wrong since the engine was built."""
         self._check_open()
         check_hooks(self._optimizer, self._step_hook)
-        if _count(self._optimizer) != self._parameter_count:
+        if _ids(self._optimizer) != self._known:
             raise UnsupportedError(
-                "The wrapped optimizer was given more parameters. Call add_param_group() of the DistributedOptimizer."
+                "The wrapped optimizer was given other parameters. Call add_param_group() of the DistributedOptimizer, "
+                "or close() it and build a new one."
             )
 
     def _check_open(self) -> None:
@@ -407,6 +413,12 @@ def _check_supported(optimizer: torch.optim.Optimizer) -> None:
         )
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise UnsupportedError("SparseAdam needs sparse gradients, which dear_engine makes dense; use Adam.")
+    kind = type(optimizer).__name__
+    if any(isinstance(value, torch.optim.Optimizer) for value in vars(optimizer).values()):
+        raise UnsupportedError(f"{kind} holds another optimizer; wrap that one in DistributedOptimizer instead.")
+    if others := [key for key in optimizer.state if not isinstance(key, torch.Tensor)]:
+        raise UnsupportedError(f"{kind} keeps state under {others[0]!r}, which is no parameter; dear_engine cannot.")
+    check_separate(optimizer)
 
 
 def _check_trainable(owned: Owned) -> torch.device:
@@ -425,8 +437,20 @@ def _check_free(parameters: dict[str, nn.Parameter]) -> None:
             raise UnsupportedError(f"{name} belongs to another DistributedOptimizer; close() that one first.")
 
 
-def _count(optimizer: torch.optim.Optimizer) -> int:
-    return sum(len(group["params"]) for group in optimizer.param_groups)
+def _before_fork(method: Callable[[], None]) -> None:
+    """Call it before this process forks, as long as its object lives."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> None:
+        alive = reference()
+        if alive is not None:
+            alive()
+
+    os.register_at_fork(before=call)
+
+
+def _ids(optimizer: torch.optim.Optimizer) -> list[int]:
+    return [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _refuse_to_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:

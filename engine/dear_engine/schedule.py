@@ -13,8 +13,7 @@ leave out a step), opens the round again: what is left of it is sent, so that al
 abandoned, and the next round sends the gradients as they are then.
 
 A bucket is PENDING from `step` until its update is applied, and its parameters are behind the read barrier
-(barrier.py). A gradient for a parameter that nothing has read since the last step may come from an old value: it raises
-`StaleParameterError`.
+(barrier.py).
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from dear_engine.barrier import ReadBarrier, holders, plainly, shared_memory
+from dear_engine.barrier import Holders, ReadBarrier, plainly
 from dear_engine.bucket import Bucket, BucketState, Slot
 from dear_engine.layers import layers_of
 from dear_engine.modes import in_plain_mode
 from dear_engine.norms import total_norm
 from dear_engine.scaling import noticing
-from dear_engine.update import Hyperparameters, hyperparameters
+from dear_engine.update import settings_of
 from dear_tune.errors import GradientError, StaleParameterError
 from dear_tune.fusion import FusionPlan, fuse
 
@@ -85,7 +84,7 @@ class Schedule:
         self._update = update
         self._channel = channel
         self._wire_dtype = wire_dtype
-        self._settings: Hyperparameters = {}
+        self._settings = settings_of(optimizer)
         self._buckets: list[Bucket] = []  # in the layers' order
         self._places: dict[int, tuple[Bucket, Slot]] = {}  # by the parameter's id
         self._barrier = ReadBarrier(self._bring_up_to_date, self.synchronize)
@@ -168,14 +167,14 @@ class Schedule:
         if id(parameter) not in self._places:  # it has no elements
             return
         bucket, slot = self._places[id(parameter)]
-        if self._barrier.closed(parameter):
-            raise StaleParameterError(
-                f"{slot.name} was used in forward, perhaps before its update was applied, in a way that dear_engine "
-                "cannot see. Call optimizer.synchronize() before such a forward."
-            )
         gradient = parameter.grad
         if gradient is None:  # a hook of the user's has taken it away
             return
+        if self._barrier.closed(parameter) and gradient.isnan().any():
+            raise StaleParameterError(
+                f"{slot.name} was used in forward before its update was applied, in a way that dear_engine cannot see, "
+                "and so found NaN in its place. Call optimizer.synchronize() before such a forward."
+            )
         if gradient.layout is not torch.strided:
             parameter.grad = gradient.to_dense()
         bucket.mark(parameter, self._gradient_class)
@@ -230,7 +229,7 @@ class Schedule:
         """Reduce what is left and queue all all-gathers; the updates follow at the first reads."""
         self._settle()
         self._reduce_rest()
-        self._settings = hyperparameters(self._optimizer)
+        self._settings = settings_of(self._optimizer)
         self._stream = _current_stream(self._buckets)
         for bucket in self._buckets:
             bucket.release()
@@ -268,7 +267,7 @@ class Schedule:
             self._barrier.check(name, parameter)
         layers = layers_of(self._taking_part(owned, parameters), self._wire_dtype)
         self._owned, self._parameters, self._layers = owned, parameters, layers
-        self._storages = holders(self._parameters)
+        self._holders = Holders(parameters)
         self._buckets, self._places = [], {}  # the old buffers go before the new ones come
         self._plan = (
             fuse([layer.layer for layer in layers], self.threshold_bytes)
@@ -368,15 +367,15 @@ class Schedule:
         bucket.state = BucketState.PENDING
 
     def _shared(self) -> list[Slot]:
-        """Those whose memory can be read past the barrier, through another tensor."""
-        slots = [slot for bucket in self._buckets for slot in bucket.slots]
-        return [slot for slot in slots if shared_memory(slot.parameter, self._storages)]
+        """Those whose values can be read past the barrier."""
+        others = self._holders.others()
+        return [slot for bucket in self._buckets for slot in bucket.slots if id(slot.parameter) in others]
 
     def _note_shared(self, slot: Slot) -> None:
         if not self._noted:
             logger.info(
-                "Another tensor shares the memory of %s (a kept .data, view or graph), so it is updated at once, and "
-                "its all-gather hides behind nothing.",
+                "%s can be read past the engine (a kept .data or view, a graph whose backward is still to come, a "
+                "traced module), so it is updated at once, and its all-gather hides behind nothing.",
                 slot.name,
             )
         self._noted = True
@@ -407,9 +406,10 @@ class Schedule:
     def _finish(self, bucket: Bucket) -> None:
         bucket.wait()
         bucket.state = BucketState.BROKEN  # until the update has succeeded
-        for slot in bucket.slots:
-            self._barrier.unveil(slot.parameter)
-        self._update.after_gather(bucket, self._settings)
+        values = [self._barrier.aside(slot.parameter) for slot in bucket.slots]
+        updated = self._update.after_gather(bucket, self._settings, values)
+        for slot, new, there in zip(bucket.slots, updated, bucket.present(), strict=True):
+            self._barrier.unveil(slot.parameter, new, changed=there)
         bucket.state = BucketState.ACCUMULATING
         if not self._recording:  # otherwise each one's first read is of interest
             self._open(bucket)

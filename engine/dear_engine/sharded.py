@@ -10,17 +10,15 @@ small matrix when the engine is built: whole, and in two parts.
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 from typing_extensions import override
 
 from dear_engine.layout import Interleaved, part_of
-from dear_engine.update import Hyperparameters, Stepped, Update, apply_update
-from dear_tune.errors import UnsupportedError
+from dear_engine.probe import elementwise_state
+from dear_engine.update import Settings, StandIns, Stepped, Update, apply_update
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -32,8 +30,6 @@ if TYPE_CHECKING:
     from dear_engine.layout import Layout
 
 __all__ = ["Sharded"]
-
-_PROBE_STEPS = 3
 
 
 class Sharded(Update):
@@ -53,27 +49,22 @@ class Sharded(Update):
         self._optimizer = optimizer
         self._channel = channel
         self.check()
-        self._parts: dict[torch.Tensor, torch.Tensor] = {}  # each holds memory only while it is stepped
-        self._state: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
-
-    @property
-    def state(self) -> defaultdict[torch.Tensor, dict[str, Any]]:
+        self._stand_ins = StandIns()
+        self.state: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
         """The state of this rank's parts, by parameter."""
-        held = {parameter: self._state[part] for parameter, part in self._parts.items() if part in self._state}
-        return defaultdict(dict, held)
 
     def check(self) -> None:
         """Raise `UnsupportedError` if some parameter group's settings need more than one element at a time."""
-        self._elementwise = _elementwise_state(self._optimizer)
+        self._elementwise = elementwise_state(self._optimizer)
 
     def take_over(self) -> None:
         """Keep this rank's part of the wrapped optimizer's state, and let the rest go."""
         full = self._optimizer.state
-        self._state.clear()
+        self.state.clear()
         for parameter, state in full.items():
             start, stop = self._span(parameter)
             if self._holds(parameter):
-                self._state[self._part(parameter)] = {
+                self.state[parameter] = {
                     name: value.reshape(-1)[start:stop].clone() if self._is_elementwise(name, value) else value
                     for name, value in state.items()
                 }
@@ -104,11 +95,11 @@ class Sharded(Update):
         return Interleaved(parameters, self._channel.rank, self._channel.world_size)
 
     @override
-    def before_gather(self, bucket: Bucket, settings: Hyperparameters) -> torch.Tensor:
+    def before_gather(self, bucket: Bucket, settings: Settings) -> torch.Tensor:
         layout = bucket.layout
         assert isinstance(layout, Interleaved)  # as `layout` has made it
         gathered = self._gathered(bucket)
-        parts = [self._filled(slot.parameter) for slot in bucket.slots]
+        parts = [self._part(slot.parameter) for slot in bucket.slots]
         stepped = [
             Stepped(slot.parameter, part, gradient.to(part.dtype))
             for slot, part, gradient, there in zip(
@@ -116,16 +107,21 @@ class Sharded(Update):
             )
             if there and self._holds(slot.parameter)
         ]
-        apply_update(self._optimizer, self._state, settings, stepped)
+        apply_update(self._optimizer, self.state, settings, stepped)
         for part, place in zip(parts, layout.own_parts(gathered), strict=True):
             place.copy_(part)
-            part.data = part.new_empty(0)  # otherwise it would share the parameter's memory
+            self._stand_ins.release(part)
         return gathered
 
     @override
-    def after_gather(self, bucket: Bucket, settings: Hyperparameters) -> None:
-        for slot, place in zip(bucket.slots, bucket.layout.places(self._gathered(bucket)), strict=True):
-            place.get(slot.parameter)
+    def after_gather(
+        self, bucket: Bucket, settings: Settings, values: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        places = bucket.layout.places(self._gathered(bucket))
+        for own, place, there in zip(values, places, bucket.present(), strict=True):
+            if there:  # otherwise it is as it was, also to graphs that have saved it
+                place.get(own)
+        return values
 
     def _gathered(self, bucket: Bucket) -> torch.Tensor:
         """Where the parameters travel: the gradients' buffer, unless those have another dtype on the wire."""
@@ -148,21 +144,13 @@ class Sharded(Update):
         start, stop = self._span(parameter)
         return start < stop or (parameter.numel() == 0 and self._channel.rank == 0)
 
-    def _part(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The object under which the state of this rank's part is kept."""
-        if parameter not in self._parts:
-            self._parts[parameter] = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
-        return self._parts[parameter]
-
-    def _filled(self, parameter: nn.Parameter) -> torch.Tensor:
-        """This rank's part, sharing the parameter's memory if that is contiguous."""
+    def _part(self, parameter: nn.Parameter) -> nn.Parameter:
+        """This rank's part, in the parameter's own memory if that is contiguous."""
         start, stop = self._span(parameter)
-        part = self._part(parameter)
-        part.data = parameter.detach().reshape(-1)[start:stop]
-        return part
+        return self._stand_ins.showing(parameter, parameter.detach().reshape(-1)[start:stop])
 
     def _portable(self, parameter: nn.Parameter) -> dict[str, Any]:
-        state = self._state.get(self._part(parameter), {})
+        state = self.state.get(parameter, {})
         return {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
 
     def _joined(self, parameter: nn.Parameter, parts: list[dict[str, Any]]) -> dict[str, Any]:
@@ -175,63 +163,3 @@ class Sharded(Update):
 
     def _is_elementwise(self, name: str, value: Any) -> bool:
         return name in self._elementwise and isinstance(value, torch.Tensor)
-
-
-def _elementwise_state(optimizer: torch.optim.Optimizer) -> set[str]:
-    """The names of the state that has an entry for each element.
-
-    Raises:
-        UnsupportedError: a matrix stepped in two parts is not what it is when it is stepped whole.
-    """
-    names: set[str] = set()
-    for group in optimizer.param_groups:
-        # Of different magnitudes, so that a norm over the whole is not that of a part.
-        start = torch.linspace(-1, 1, 12, device=group["params"][0].device).pow(3).view(3, 4)
-        whole, parts = [start.clone()], [part.clone() for part in start.view(-1).split(6)]
-        separate = False
-        with suppress(Exception):  # whatever an optimizer objects to in a part: it cannot be stepped in parts
-            state = _probe(optimizer, group, whole)
-            _probe(optimizer, group, parts)
-            separate = torch.allclose(whole[0].view(-1), torch.cat(parts), rtol=1e-4, atol=1e-6)
-        if not separate:
-            raise UnsupportedError(
-                f"{type(optimizer).__name__} does not treat every element of a parameter on its own, so a rank cannot "
-                'step a part of it; use update="replicated".'
-            )
-        names |= {name for name, value in state[whole[0]].items() if _is_shaped(value, start)}
-    return names
-
-
-def _probe(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], tensors: list[torch.Tensor]
-) -> defaultdict[torch.Tensor, dict[str, Any]]:
-    """Step the tensors a few times with a group's settings; the state that this leaves."""
-    settings = {name: value for name, value in group.items() if name != "params"}
-    snapshot = {id(tensor): settings for tensor in tensors}  # shared on purpose, as in a group
-    state: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
-    state.update((tensor, _state_like(optimizer, group, tensor)) for tensor in tensors)
-    for step in range(1, _PROBE_STEPS + 1):
-        gradients = (torch.linspace(1, 3, 12, device=tensors[0].device) * step).sin().split(tensors[0].numel())
-        stepped = [
-            Stepped(tensor, tensor, gradient.view_as(tensor).clone())  # type: ignore[arg-type] # stands for one
-            for tensor, gradient in zip(tensors, gradients, strict=True)
-        ]
-        apply_update(optimizer, state, snapshot, stepped)
-    return state
-
-
-def _state_like(optimizer: torch.optim.Optimizer, group: dict[str, Any], tensor: torch.Tensor) -> dict[str, Any]:
-    """A state for the tensor as the group's parameters have one already: some optimizers begin with it."""
-    for parameter in group["params"]:
-        if parameter.numel() > 1 and optimizer.state.get(parameter):
-            return {
-                name: torch.full_like(tensor, float(value.flatten()[0]))
-                if _is_shaped(value, parameter)
-                else copy.deepcopy(value)
-                for name, value in optimizer.state[parameter].items()
-            }
-    return {}
-
-
-def _is_shaped(value: Any, like: torch.Tensor) -> bool:
-    return isinstance(value, torch.Tensor) and value.shape == like.shape

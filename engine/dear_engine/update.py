@@ -1,8 +1,9 @@
 """Applying an update: the wrapped optimizer's own arithmetic, one bucket at a time.
 
 Any `torch.optim` optimizer steps one bucket when it is shown that bucket's parameters only. So a bucket's update is
-the `step` of a shallow copy that shares the optimizer's `state`, holds the bucket's share of its parameter groups,
-and has the hyper-parameters as they were when the user called `step()`: a scheduler may have moved them since.
+the `step` of a shallow copy that has the bucket's share of the optimizer's state and parameter groups, with everything
+as it was when the user called `step()`: a scheduler may have moved the hyper-parameters since. What it steps are
+stand-ins for the parameters, which nobody else sees before they are done.
 
     replicated   every rank steps all parameters with the gathered gradients, when one of them is first read
     sharded      see sharded.py
@@ -10,28 +11,39 @@ and has the hyper-parameters as they were when the user called `step()`: a sched
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch import nn
 from typing_extensions import override
 
 from dear_engine.layout import InSequence
 from dear_tune.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping, MutableMapping, Sequence
 
-    from torch import nn
     from torch.utils.hooks import RemovableHandle
 
     from dear_engine.bucket import Bucket
     from dear_engine.layout import Layout
 
-__all__ = ["Hyperparameters", "Replicated", "Stepped", "Update", "apply_update", "check_hooks", "hyperparameters"]
+__all__ = ["Replicated", "Settings", "StandIns", "Stepped", "Update", "apply_update", "check_hooks", "settings_of"]
 
-Hyperparameters = dict[int, dict[str, Any]]
-"""For each parameter, by its id, its group's settings, shared within a group."""
+
+@dataclass(frozen=True)
+class Settings:
+    """An optimizer's own attributes and hyper-parameters, as they were at `step()`.
+
+    Attributes:
+        attributes: of the optimizer.
+        groups: for each parameter, by its id, its group and its place among that group's parameters.
+    """
+
+    attributes: dict[str, Any]
+    groups: dict[int, tuple[dict[str, Any], int]]
 
 
 class Update(Protocol):
@@ -47,12 +59,20 @@ class Update(Protocol):
         """Where a bucket's gradients lie, for this rank."""
         ...
 
-    def before_gather(self, bucket: Bucket, settings: Hyperparameters) -> torch.Tensor:
+    def before_gather(self, bucket: Bucket, settings: Settings) -> torch.Tensor:
         """At `step()`: what is to be all-gathered, (world_size * n,)."""
         ...
 
-    def after_gather(self, bucket: Bucket, settings: Hyperparameters) -> None:
-        """Once the all-gather has ended: leave the bucket's parameters updated."""
+    def after_gather(
+        self, bucket: Bucket, settings: Settings, values: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        """Once the all-gather has ended: the updated values.
+
+        Args:
+            bucket: whose all-gather has ended.
+            settings: as they were at `step()`.
+            values: of the bucket's parameters, in the order of its slots; may be written to.
+        """
         ...
 
 
@@ -61,14 +81,34 @@ class Stepped:
     """What is stepped for a parameter.
 
     Attributes:
-        parameter: whose group's settings count.
-        tensor: the parameter itself, or this rank's part of it; its state is kept under this object.
-        gradient: of the tensor's shape; None where no rank had one.
+        parameter: whose state and group's settings count.
+        stand_in: what the optimizer sees in its place: all of its values, or this rank's part of them.
+        gradient: of the stand-in's shape; None where no rank had one.
     """
 
     parameter: nn.Parameter
-    tensor: torch.Tensor
+    stand_in: nn.Parameter
     gradient: torch.Tensor | None
+
+
+class StandIns:
+    """What an optimizer sees in the place of parameters that others may look at while it steps."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, nn.Parameter] = {}
+
+    def showing(self, parameter: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
+        """A plain parameter with these values, in the same memory, until `release`."""
+        stand_in = self._by_id.get(id(parameter))
+        if stand_in is None or (stand_in.dtype, stand_in.device) != (values.dtype, values.device):
+            stand_in = self._by_id[id(parameter)] = nn.Parameter(values.new_empty(0))
+        stand_in.data = values
+        vars(stand_in).update(vars(parameter))  # optimizers go by marks on parameters
+        return stand_in
+
+    def release(self, stand_in: nn.Parameter) -> None:
+        """Hold no memory any more."""
+        stand_in.data = stand_in.new_empty(0)
 
 
 class Replicated(Update):
@@ -79,22 +119,33 @@ class Replicated(Update):
     def __init__(self, optimizer: torch.optim.Optimizer, rank: int, world_size: int) -> None:
         self._optimizer = optimizer
         self._rank, self._world_size = rank, world_size
+        self._stand_ins = StandIns()
 
     @override
     def layout(self, parameters: Sequence[nn.Parameter]) -> Layout:
         return InSequence(parameters, self._rank, self._world_size)
 
     @override
-    def before_gather(self, bucket: Bucket, settings: Hyperparameters) -> torch.Tensor:
+    def before_gather(self, bucket: Bucket, settings: Settings) -> torch.Tensor:
         return bucket.flat
 
     @override
-    def after_gather(self, bucket: Bucket, settings: Hyperparameters) -> None:
+    def after_gather(
+        self, bucket: Bucket, settings: Settings, values: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
         stepped = [
-            Stepped(slot.parameter, slot.parameter, slot.place.values().to(slot.parameter.dtype) if there else None)
-            for slot, there in zip(bucket.slots, bucket.present(), strict=True)
+            Stepped(
+                slot.parameter,
+                self._stand_ins.showing(slot.parameter, own),
+                slot.place.values().to(own.dtype) if there else None,
+            )
+            for slot, own, there in zip(bucket.slots, values, bucket.present(), strict=True)
         ]
         apply_update(self._optimizer, self._optimizer.state, settings, stepped)
+        updated = [each.stand_in.data for each in stepped]
+        for each in stepped:
+            self._stand_ins.release(each.stand_in)
+        return updated
 
 
 def check_hooks(optimizer: torch.optim.Optimizer, ours: RemovableHandle | None = None) -> None:
@@ -107,61 +158,104 @@ def check_hooks(optimizer: torch.optim.Optimizer, ours: RemovableHandle | None =
         )
 
 
-def hyperparameters(optimizer: torch.optim.Optimizer) -> Hyperparameters:
-    """The settings of every parameter, as they are now."""
-    snapshot: Hyperparameters = {}
+def settings_of(optimizer: torch.optim.Optimizer) -> Settings:
+    """Everything that `step` goes by besides state and gradients, as it is now."""
+    groups: dict[int, tuple[dict[str, Any], int]] = {}
     for group in optimizer.param_groups:
         settings = {name: _frozen(value) for name, value in group.items() if name != "params"}
-        snapshot.update((id(parameter), settings) for parameter in group["params"])
-    return snapshot
+        groups.update((id(parameter), (settings, place)) for place, parameter in enumerate(group["params"]))
+    return Settings(dict(vars(optimizer)), groups)
 
 
 def apply_update(
     optimizer: torch.optim.Optimizer,
-    state: Mapping[torch.Tensor, Any],
-    settings: Hyperparameters,
+    state: MutableMapping[torch.Tensor, Any],
+    settings: Settings,
     stepped: Sequence[Stepped],
 ) -> None:
-    """Step these tensors with these gradients; what the user has in `.grad` stays as it is."""
-    groups: dict[int, dict[str, Any]] = {}
+    """Step the stand-ins with their gradients, and keep what becomes of the state under the parameters."""
+    groups = _groups(settings, stepped)
+    own_state: defaultdict[Any, Any] = defaultdict(dict)
+    own_state.update((each.stand_in, state[each.parameter]) for each in stepped if each.parameter in state)
+    twin = _twin(optimizer, settings, own_state, groups)
+    before = [_noted(vars(twin)), *map(_noted, groups)]
     for each in stepped:
-        group = settings[id(each.parameter)]
-        groups.setdefault(id(group), {**group, "params": []})["params"].append(each.tensor)
-    twin = _restricted(optimizer, state, [dict(group) for group in groups.values()])
-    before = dict(vars(twin))
-    users = [each.tensor.grad for each in stepped]
+        each.stand_in.grad = each.gradient
     try:
-        for each in stepped:
-            each.tensor.grad = each.gradient
-        twin.step()
+        _unhooked_step(twin)
     finally:
-        for each, gradient in zip(stepped, users, strict=True):
-            each.tensor.grad = gradient
-    _check_unchanged(optimizer, [(before, vars(twin)), *zip(groups.values(), twin.param_groups, strict=True)])
+        for each in stepped:
+            each.stand_in.grad = None
+    for each in stepped:
+        if each.stand_in in own_state:
+            state[each.parameter] = own_state.pop(each.stand_in)
+    _check_unchanged(optimizer, before, [_noted(vars(twin)), *map(_noted, twin.param_groups)], own_state)
+
+
+def _groups(settings: Settings, stepped: Sequence[Stepped]) -> list[dict[str, Any]]:
+    """The bucket's share of the parameter groups; of lists beside the parameters, such as their names, too."""
+    groups: dict[int, dict[str, Any]] = {}
+    places: dict[int, list[int]] = {}
+    for each in stepped:
+        group, place = settings.groups[id(each.parameter)]
+        groups.setdefault(id(group), {**group, "params": []})["params"].append(each.stand_in)
+        places.setdefault(id(group), []).append(place)
+    for key, group in groups.items():
+        if "param_names" in group:
+            group["param_names"] = [group["param_names"][place] for place in places[key]]
+    return list(groups.values())
+
+
+def _noted(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What tells whether any of these has been replaced, or changed in place."""
+    return {name: _note(value) for name, value in values.items() if name not in ("params", "state", "param_groups")}
+
+
+def _note(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return id(value), value._version
+    if isinstance(value, (list, tuple)):
+        return [_note(each) for each in value]
+    if isinstance(value, dict):
+        return {key: _note(each) for key, each in value.items()}
+    return value if isinstance(value, (bool, int, float, str)) else id(value)
 
 
 def _check_unchanged(
-    optimizer: torch.optim.Optimizer, pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]
+    optimizer: torch.optim.Optimizer,
+    before: Sequence[Mapping[str, Any]],
+    after: Sequence[Mapping[str, Any]],
+    left_over: Mapping[Any, Any],
 ) -> None:
-    """What an optimizer keeps outside its state, such as a step count, would be lost, or be counted per bucket."""
-    changed = {name for before, after in pairs for name in after if after[name] is not before.get(name)}
-    changed = {name for name in changed if not name.startswith(("_warned_", "_need_"))}  # what torch has checked once
+    """What an optimizer keeps outside its parameters' state would be lost, or be counted once for each bucket."""
+    changed = {
+        name
+        for earlier, later in zip(before, after, strict=True)
+        for name in later
+        if later[name] != earlier.get(name) and not name.startswith(("_warned_", "_need_"))  # what torch checks once
+    } | {f"state[{key!r}]" for key in left_over}
     if changed:
         raise UnsupportedError(
-            f"{type(optimizer).__name__}.step() changes {', '.join(sorted(changed))} outside its state, which cannot "
-            "be done bucket by bucket; keep such values in the state of each parameter."
+            f"{type(optimizer).__name__}.step() changes {', '.join(sorted(changed))} outside the state of its "
+            "parameters, which cannot be done bucket by bucket; keep such values in the state of each parameter."
         )
 
 
-def _restricted(
-    optimizer: torch.optim.Optimizer, state: Mapping[torch.Tensor, Any], groups: list[dict[str, Any]]
+def _twin(
+    optimizer: torch.optim.Optimizer, settings: Settings, state: Mapping[Any, Any], groups: list[dict[str, Any]]
 ) -> torch.optim.Optimizer:
     # Not copy.copy: an optimizer's own way to be copied leaves out attributes, and walks through all its state.
     twin = object.__new__(type(optimizer))
-    twin.__dict__.update(vars(optimizer), state=state, param_groups=groups)
+    twin.__dict__.update(settings.attributes, state=state, param_groups=groups)
     twin._optimizer_step_pre_hooks = type(optimizer._optimizer_step_pre_hooks)()  # ours is for the user's own calls
     twin.__dict__.pop("step", None)  # a scheduler that was built on the optimizer has hung one on it that binds it
     return twin
+
+
+def _unhooked_step(twin: torch.optim.Optimizer) -> None:
+    """Without the hooks that torch has for all optimizers' steps: the engine's own step runs them, once."""
+    step: Any = type(twin).step
+    (step.__wrapped__ if getattr(step, "hooked", False) else step)(twin)
 
 
 def _frozen(value: Any) -> Any:
