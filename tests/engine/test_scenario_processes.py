@@ -37,7 +37,7 @@ def fresh():
 
 @pytest.mark.parametrize("setting", [*SETTINGS["replicated"], *SETTINGS["sharded"]])
 def test_d7(ranks, fresh, verdicts, tmp_path, setting):
-    """D7: other processes resume to the last bit; at other world sizes, thresholds and updates as the oracle does."""
+    """D7: other processes resume to the last bit; at another world size and in the other mode as the oracle does."""
     uninterrupted = ranks(2).run(save_in_the_middle, setting, tmp_path)
     resumed = fresh[2].run(resume, setting, tmp_path)
     assert len({*uninterrupted, *resumed}) == 1

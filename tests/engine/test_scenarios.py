@@ -32,7 +32,7 @@ CASES = [
     for kind in scenario.kinds or [None]
     for world_size in scenario.world_sizes
     for update in UPDATES
-    for threshold_bytes in scenario.thresholds
+    for threshold_bytes in scenario.thresholds_on(world_size)
 ]
 
 

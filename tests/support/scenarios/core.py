@@ -78,6 +78,11 @@ class Scenario:
     world_sizes: tuple[int, ...] = (2,)
     thresholds: tuple[int, ...] = THRESHOLDS
 
+    def thresholds_on(self, world_size: int) -> tuple[int, ...]:
+        """All of them on the first world size, the middle one on others."""
+        middle = self.thresholds[len(self.thresholds) // 2]
+        return self.thresholds if world_size == self.world_sizes[0] else (middle,)
+
 
 SCENARIOS: dict[str, Scenario] = {}
 
