@@ -56,11 +56,11 @@ def start_equal(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> No
     for tensor in tensors:
         # An expanded dimension is the same memory again and again: once is enough, and all that may be written.
         own = tensor.detach()[tuple(slice(0, 1 if stride == 0 else None) for stride in tensor.stride())]
-        contiguous = own.contiguous()
         if own.numel():
-            dist.broadcast(contiguous.view(-1).view(torch.uint8), source, group=group)
-        if not own.is_contiguous():
-            own.copy_(contiguous)
+            # A copy, as what has a single element counts as contiguous whatever its strides.
+            values = own.clone(memory_format=torch.contiguous_format)
+            dist.broadcast(values.view(-1).view(torch.uint8), source, group=group)
+            own.copy_(values)
 
 
 def _digest(items: Iterator[Any]) -> str:
