@@ -121,6 +121,45 @@ class _CountsInItself(torch.optim.SGD):
         return super().step(closure)
 
 
+class _ClipsByItself(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.1)
+        return super().step(closure)
+
+
+class _AddsNoise(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.add_(torch.randn_like(parameter), alpha=1e-3)
+        return super().step(closure)
+
+
+class _CountsUnderAName(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.state["all"]["steps"] = self.state["all"].get("steps", 0) + 1
+        return super().step(closure)
+
+
+class _CountsInATensor(torch.optim.SGD):
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.steps = torch.zeros(())
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        return super().step(closure)
+
+
+class _Around(torch.optim.SGD):
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, lr)
+        self.base = torch.optim.SGD(self.param_groups, lr)
+
+
 class _FailsOnce(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:
         raise MemoryError(closure)
@@ -142,6 +181,51 @@ def counter_in_a_group() -> None:
 @_case
 def counter_in_the_optimizer() -> None:
     _step_with(_CountsInItself).state_dict()
+
+
+@_case
+def counter_in_a_tensor() -> None:
+    _step_with(_CountsInATensor).state_dict()
+
+
+@_case
+def counter_under_a_name() -> None:
+    _step_with(_CountsUnderAName).state_dict()
+
+
+@_case
+def optimizer_that_clips() -> None:
+    _step_with(_ClipsByItself)
+
+
+@_case
+def optimizer_with_noise() -> None:
+    _step_with(_AddsNoise)
+
+
+@_case
+def optimizer_around_another() -> None:
+    _step_with(_Around)
+
+
+@_case
+def other_parameters_in_a_group() -> None:
+    model = build("Perceptron")
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = dear.DistributedOptimizer(inner, model, tuner=None)
+    inner.param_groups[0]["params"][0] = nn.Parameter(torch.zeros(16, 12))
+    loss_of(model, batches(0)[0]).backward()
+    optimizer.step()
+
+
+@_case
+def backward_on_what_was_clipped() -> None:
+    model = build("Perceptron")
+    optimizer = dear.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, tuner=None)
+    loss_of(model, batches(0)[0]).backward()
+    optimizer.clip_grad_norm_(0.1)
+    optimizer.step()
+    loss_of(model, batches(1)[0]).backward()
 
 
 @_case
