@@ -297,7 +297,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if self._sharded is not None:
                 self._sharded.check()
             self._schedule.own(owned)
-        except Exception:
+        except Exception:  # whatever it was: nothing is to have changed
             del self.param_groups[before:]
             raise
         start_equal(added, self._group)
