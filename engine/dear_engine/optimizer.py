@@ -285,6 +285,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             UnsupportedError: the model does not have them, or the engine would get them wrong; nothing has changed.
         """
+        self._schedule.synchronize()
         self._schedule.finish_round()
         before = len(self.param_groups)
         self._optimizer.add_param_group(param_group)

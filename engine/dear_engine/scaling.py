@@ -9,6 +9,7 @@ step, or none, and all scales stay equal. In everything else it is a plain tenso
 from __future__ import annotations
 
 import types
+import weakref
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -47,7 +48,15 @@ class _Noticing(torch.Tensor):
 
 
 def noticing(unscale: Callable[[torch.Tensor, torch.Tensor], None]) -> type[torch.Tensor]:
-    """A class of gradients that calls this with GradScaler's `found_inf`, to be set, and factor when it unscales."""
-    return types.new_class(
-        "Tensor", (_Noticing,), exec_body=lambda body: body.update(_dear_unscale=staticmethod(unscale))
-    )
+    """A class of gradients that calls this with GradScaler's `found_inf`, to be set, and factor when it unscales.
+
+    It does not keep the method's object alive: the collector does not see that a gradient keeps its class.
+    """
+    reference = weakref.WeakMethod(unscale)
+
+    def call(found_inf: torch.Tensor, factor: torch.Tensor) -> None:
+        alive = reference()
+        if alive is not None:
+            alive(found_inf, factor)
+
+    return types.new_class("Tensor", (_Noticing,), exec_body=lambda body: body.update(_dear_unscale=staticmethod(call)))

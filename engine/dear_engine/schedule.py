@@ -178,7 +178,8 @@ class Schedule:
         if gradient.layout is not torch.strided:
             parameter.grad = gradient.to_dense()
         bucket.mark(parameter, self._gradient_class)
-        if slot.grown_since_clipped or (self._clipped and slot.grown):
+        # With create_graph=True gradients grow out of place.
+        if slot.grown_since_clipped or (self._clipped and (slot.grown or (slot.filled and gradient.requires_grad))):
             raise GradientError(
                 f"A backward pass added to the gradient of {slot.name} after clip_grad_norm_() or "
                 "GradScaler.unscale_(), which would be undone. Clip and unscale after a step's last backward pass, and "
@@ -238,6 +239,8 @@ class Schedule:
 
     def step(self) -> None:
         """Reduce what is left and queue all all-gathers; the updates follow at the first reads."""
+        for bucket in self._buckets:
+            self._check_whole(bucket)
         self._settle()
         self._reduce_rest()
         self._settings = settings_of(self._optimizer)
@@ -316,6 +319,8 @@ class Schedule:
 
     def _settle(self) -> None:
         """See to it that what was sent is what is there; `GradientError` if it was changed in between."""
+        if not self._begun:  # no gradient has come here: on another rank one has, and all begin a step alike
+            self._begin()
         outside = any(parameter.grad is not None for parameter in self._outside)
         outlived = [slot for bucket in self._buckets for slot in self._sent(bucket) if slot.outlived]
         if outside or outlived:
@@ -332,6 +337,7 @@ class Schedule:
             return
         self._reduce_rest()
         for bucket in self._buckets:
+            self._check_whole(bucket)
             bucket.reopen()
         self._next_round()
 
@@ -349,12 +355,12 @@ class Schedule:
             self._reduce_next()
 
     def _reduce_next(self) -> None:
-        self._reduced += 1
-        number = len(self._buckets) - self._reduced
+        number = len(self._buckets) - self._reduced - 1
         bucket = self._buckets[number]
         self._apply(bucket)  # where nothing has read it since the last step
         bucket.close()
         bucket.work = self._collectives.reduce_scatter(bucket.flat, self._label("reduce", number, bucket.flat))
+        self._reduced += 1
 
     def _label(self, phase: str, number: int, flat: torch.Tensor) -> int:
         """The same for the same collective on all ranks, and most likely another for any other."""
@@ -400,13 +406,16 @@ class Schedule:
         if bucket.state in (BucketState.ACCUMULATING, BucketState.REDUCING):
             return
         with self._applying:
-            if bucket.state is BucketState.BROKEN:
-                raise StaleParameterError(
-                    f"The update of {bucket.slots[0].name} and those fused with it failed before (see the first "
-                    "error); their values are of no step. Restore a checkpoint."
-                )
+            self._check_whole(bucket)
             if bucket.state is BucketState.PENDING:
                 in_plain_mode(partial(self._finish, bucket), bucket.flat.device, self._stream)
+
+    def _check_whole(self, bucket: Bucket) -> None:
+        if bucket.state is BucketState.BROKEN:
+            raise StaleParameterError(
+                f"The update of {bucket.slots[0].name} and those fused with it failed before (see the first error); "
+                "their values are of no step. Restore a checkpoint in a new process."
+            )
 
     def _finish(self, bucket: Bucket) -> None:
         bucket.wait()

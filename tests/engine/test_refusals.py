@@ -16,6 +16,7 @@ EXPECTED = {
     "counter_in_a_group": ("UnsupportedError", "_CountsInItsGroup.step() changes steps"),
     "counter_in_the_optimizer": ("UnsupportedError", "_CountsInItself.step() changes steps"),
     "read_after_a_failed_update": ("StaleParameterError", "failed before"),
+    "step_after_a_failed_update": ("StaleParameterError", "failed before"),
     "hook_added_later": ("UnsupportedError", "step hooks"),
     "no_such_study": ("ConfigurationError", "name"),
     "shared_memory": ("UnsupportedError", "share memory"),

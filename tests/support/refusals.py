@@ -237,6 +237,18 @@ def read_after_a_failed_update() -> None:
 
 
 @_case
+def step_after_a_failed_update() -> None:
+    model = build("Perceptron")
+    optimizer = dear.DistributedOptimizer(_FailsOnce(model.parameters(), lr=0.1), model, tuner=None)
+    loss_of(model, batches(0)[0]).backward()
+    optimizer.step()
+    for _ in range(2):
+        with contextlib.suppress(MemoryError, DearTuneError):
+            optimizer.step()
+    model.state_dict()
+
+
+@_case
 def hook_added_later() -> None:
     model = build("Perceptron")
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
