@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-__all__ = ["InSequence", "Interleaved", "Layout", "part_of"]
+__all__ = ["InSequence", "Interleaved", "Layout", "Place", "part_of"]
 
 
 class Layout(Protocol):
