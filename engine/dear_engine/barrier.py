@@ -20,15 +20,14 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from torch import nn
 
 from dear_tune.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from torch import nn
-
-__all__ = ["Holders", "ReadBarrier", "plainly"]
+__all__ = ["Holders", "ReadBarrier", "check_countable", "plainly"]
 
 plainly = torch._C.DisableTorchFunctionSubclass
 """A context in which no barrier is noticed, for this thread: that of the update itself."""
@@ -62,11 +61,11 @@ class _Behind:
     @classmethod
     @torch.compiler.disable  # type: ignore[untyped-decorator] # not annotated in torch
     def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func in _LOOKS_AT_NO_VALUE:
-            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[misc] # the parameter's own
+            return super().__torch_function__(func, kinds, args, kwargs)  # type: ignore[misc] # the parameter's own
         waiting = [*_behind_in(args), *_behind_in(kwargs.values())]
         for parameter, behind in waiting:
             behind._dear_barrier.read(parameter)
@@ -215,6 +214,27 @@ class Holders:
                 # Each known one refers to it twice: the parameter itself, and `storages` here.
                 or torch._C._storage_Use_Count(storage._cdata) > 2 * known[storage._cdata]
             }
+
+
+def check_countable() -> None:
+    """Raise `UnsupportedError` if this version of torch counts in another way than `Holders` takes it to."""
+    parameter, other = nn.Parameter(torch.ones(1)), torch.ones(1, requires_grad=True)
+    holders = Holders([parameter])
+    try:
+        alone = holders.others()
+        kept = parameter.data
+        shared = holders.others()
+        del kept
+        graph = other * parameter
+        saved = holders.others()
+        del graph
+    except AttributeError:  # a version that does not count at all
+        alone, shared, saved = set(), set(), set()
+    if alone or not shared or not saved:
+        raise UnsupportedError(
+            f"torch {torch.__version__} does not tell who else holds a parameter's memory, which dear_engine must "
+            "know; torch 2.13 does."
+        )
 
 
 def _references(parameter: Any) -> int:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from pydantic import ValidationError
 
 from dear_engine.agreement import Settings, agree, start_equal
-from dear_engine.barrier import plainly
+from dear_engine.barrier import check_countable, plainly
 from dear_engine.collectives import Channel, Traffic, check_backend, collectives_for
 from dear_engine.hooks import hang_on
 from dear_engine.layers import dtype_name, parameters_of
@@ -89,6 +89,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         assert group is not None  # it is initialized
         if dist.get_rank(group) < 0:
             raise UnsupportedError("This process is not a member of process_group; only its members train with it.")
+        check_countable()
         _check_supported(optimizer)
         owned = parameters_of(model, optimizer)
         self._device = _check_trainable(owned)
@@ -101,7 +102,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._model = model
         self._group = group
         # As an optimizer that is restored from a pickle sets itself up, without parameter groups of its own.
-        self.__setstate__({"defaults": optimizer.defaults})
+        self.__setstate__({"defaults": dict(optimizer.defaults)})
         self._channel = Channel(group)
         try:
             self._settings = agree(self._channel, model, optimizer, wanted)
@@ -116,10 +117,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 threshold_bytes=self._settings.threshold_bytes,
                 wire_dtype=self._settings.communication_dtype,
             )
-        except UnsupportedError:
+            start_equal([*model.parameters(), *model.buffers()], group)
+        except BaseException:  # whatever it was: no group and no thread is to be left behind
             self._channel.close()
             raise
-        start_equal([*model.parameters(), *model.buffers()], group)
         if self._sharded is not None:
             self._sharded.take_over()
         self._schedule.start()

@@ -27,7 +27,7 @@ class _Noticing(torch.Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch._amp_foreach_non_finite_check_and_unscale_:
             gradients, found_inf, factor = args

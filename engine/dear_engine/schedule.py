@@ -370,7 +370,7 @@ class Schedule:
         bucket.state = BucketState.BROKEN  # until this rank has done its part
         try:
             prepare = partial(self._update.before_gather, bucket, self._settings)
-            gathered = in_plain_mode(prepare, bucket.flat.device)
+            gathered = in_plain_mode(prepare, bucket.flat.device, self._stream)
         finally:  # what an update that fails here leaves behind is not to be read either
             for slot in bucket.slots:
                 self._barrier.close(slot.parameter)
