@@ -7,6 +7,8 @@ A read transaction sees one state of the database from its first statement to it
 
 from __future__ import annotations
 
+import sqlite3
+import time
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +20,6 @@ from sqlalchemy.orm import Session
 from dear_tune.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    import sqlite3
     from collections.abc import Iterator
 
     from sqlalchemy import Connection
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["Database"]
 
 _BUSY_TIMEOUT_S = 30
+_SWITCH_PAUSE_S = 0.01
 _CONNECT_TIMEOUT_S = 5
 _WRITES = "dear_tune_writes"
 
@@ -107,8 +109,25 @@ def _understood(text: str) -> URL:
 
 def _prepare_sqlite(connection: sqlite3.Connection, _: object) -> None:
     connection.isolation_level = None  # the driver would begin transactions by itself, and only before some statements
-    connection.execute("PRAGMA journal_mode = WAL")
+    _switch_to_wal(connection)
     connection.execute("PRAGMA foreign_keys = ON")
+
+
+def _switch_to_wal(connection: sqlite3.Connection) -> None:
+    """Let readers and a writer work side by side; the file keeps that once one connection has asked for it.
+
+    Of connections that ask at once SQLite turns one away without its busy timeout, which it keeps to everywhere else.
+    """
+    deadline = time.monotonic() + _BUSY_TIMEOUT_S
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+        except sqlite3.OperationalError as error:  # noqa: PERF203 # once a connection
+            if "locked" not in str(error) or time.monotonic() > deadline:
+                raise
+            time.sleep(_SWITCH_PAUSE_S)
+        else:
+            return
 
 
 def _begin_sqlite(connection: Connection) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 from typing import TYPE_CHECKING
 
 import pytest
@@ -79,6 +80,22 @@ def test_services_that_start_at_once_upgrade_once(database_url: str) -> None:
     assert tables(databases[0]) == {schema.VERSION_TABLE, "studies", "trials", "reports"}
     for database in databases:
         database.close()
+
+
+def test_connections_that_open_a_new_file_at_once_all_open_it(tmp_path: Path) -> None:
+    """SQLite's switch to write-ahead logging keeps to no timeout: one in a few hundred was turned away."""
+    together = Barrier(8)
+
+    def version(file: int) -> object:
+        database = Database(f"sqlite:///{tmp_path}/{file}.db")
+        together.wait(10)
+        with database.write() as session:
+            mode = session.scalar(text("PRAGMA journal_mode"))
+        database.close()
+        return mode
+
+    with ThreadPoolExecutor(8) as pool:
+        assert set(pool.map(version, [file for file in range(100) for _ in range(8)])) == {"wal"}
 
 
 def test_a_newer_schema_is_refused(empty: Database) -> None:
