@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test scenarios test-architectures check format clean
+.PHONY: help install demo test test-end-to-end scenarios test-architectures check format clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 28
@@ -19,8 +19,11 @@ install: .venv/installed ## create .venv with all that is needed but for test-ar
 demo: install ## tune a real two-rank training run from start to end (under two minutes)
 	$(BIN)/dear-tune demo
 
-test: install ## run the test suite
-	$(BIN)/python -m pytest
+test: install ## run the test suite, with the engine's scenarios (under ten minutes)
+	$(BIN)/python -m pytest --ignore=tests/end_to_end --ignore=tests/architectures
+
+test-end-to-end: install ## run wheels in fresh environments, the demo and the examples, whole
+	$(BIN)/python -m pytest tests/end_to_end
 
 scenarios: install ## run the engine's scenarios, and write the table in docs/engine.md from what came out
 	$(BIN)/python -m pytest tests/engine/test_scenarios.py tests/engine/test_scenario_processes.py --write-scenarios

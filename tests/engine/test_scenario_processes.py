@@ -7,8 +7,8 @@ import pytest
 from support.faulty import FaultyServer
 from support.ranks import RankError, RankPool
 from support.scenarios import SCENARIOS, UPDATES, Setting
-from support.scenarios.optimizers import resume, save_in_the_middle
 from support.scenarios.running import FAULTS, faulty
+from support.scenarios.states import resume, save_in_the_middle
 from support.training import WHOLE_MODEL
 from support.tuned import DEFAULT_BYTES, check_untouched, train, wait_for
 
