@@ -38,7 +38,8 @@ def agree(channel: Channel, model: nn.Module, optimizer: torch.optim.Optimizer, 
     Raises:
         UnsupportedError: on all ranks, if they differ in parameters, buffers, parameter groups or optimizer state.
     """
-    everyone = channel.all_gather_object((_digest(_shapes(model)), _digest(_groups(model, optimizer)), own))
+    mine = (_digest(_shapes(model)), _digest(_groups(model, optimizer)), own)
+    everyone = channel.all_gather_object(mine, "the comparison of models and optimizers")
     for index, what in enumerate(("parameters or buffers", "parameter groups or optimizer state")):
         different = [rank for rank, theirs in enumerate(everyone) if theirs[index] != everyone[0][index]]
         if different:

@@ -12,15 +12,19 @@ Gloo: its own reduce-scatter sends an all-reduce's bytes, so shards go around a 
 block their caller, so one thread makes them all, first in first out: every rank queues in the same order, and
 no other agreement is needed. NCCL: its own collectives, whose stream is that queue.
 
-Every collective has a label, the same on all ranks. On Gloo it is the messages' tag: ranks whose programs have parted
-wait for each other until the group's timeout, and never take one collective's data for another's.
+Every collective has a place in the program, in words, the same on all ranks. On Gloo data is tagged with it, and
+neighbours tell it each other where a new one begins: ranks whose programs have parted raise there, and never take one
+collective's data for another's. Who raises leaves the group, so that its neighbours do not wait for it.
 """
 
 from __future__ import annotations
 
+import traceback
+import zlib
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -55,29 +59,37 @@ class Work(Protocol):
 
 @dataclass
 class Traffic:
-    """What this rank has sent so far: the counts that the tests hold the engine to."""
+    """What this rank has sent so far, without greetings: the counts that the tests hold the engine to."""
 
     reduce_scatters: int = 0
     all_gathers: int = 0
     sent_bytes: int = 0
 
 
+_GREETING_BYTES = 128
+_GREETING_TAG = 0  # that of data is odd
+
+
 class Collectives(Protocol):
-    """Both phases of an all-reduce, asynchronously, in the order they are asked for."""
+    """Both phases of an all-reduce, asynchronously, in the order they are asked for.
+
+    A place says, in words, where in the program a collective is: the same on all ranks. Those that follow each other
+    by themselves, such as all reduce-scatters of a step, are at one place, and numbered.
+    """
 
     rank: int
     world_size: int
     traffic: Traffic
 
-    def reduce_scatter(self, flat: torch.Tensor, label: int) -> Work:
+    def reduce_scatter(self, flat: torch.Tensor, place: str, number: int) -> Work:
         """Average the buffer's shards over the ranks; own shard of `flat`: (world_size * n,)."""
         ...
 
-    def all_gather(self, flat: torch.Tensor, label: int) -> Work:
+    def all_gather(self, flat: torch.Tensor, place: str, number: int) -> Work:
         """Fill all shards of `flat` (world_size * n,) from their owners; follows a `reduce_scatter` unawaited."""
         ...
 
-    def all_reduce(self, values: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> Work:
+    def all_reduce(self, values: torch.Tensor, operation: dist.ReduceOp.RedOpType, place: str) -> Work:
         """Combine a few numbers over the ranks, element by element, in place."""
         ...
 
@@ -95,7 +107,7 @@ class Channel:
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         ranks = dist.get_process_group_ranks(process_group)
-        self.group = dist.new_group(
+        self._group: dist.ProcessGroup = dist.new_group(
             ranks,
             timeout=_timeout_of(process_group),
             backend="gloo",
@@ -103,29 +115,90 @@ class Channel:
         )
         self.rank = dist.get_rank(process_group)
         self.world_size = len(ranks)
+        self._left, self._right = (self.rank - 1) % self.world_size, (self.rank + 1) % self.world_size
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dear-communication")
+        self._place = ""  # where the last collective was
         self._broken: Exception | None = None
 
     def submit(self, job: Callable[[], None]) -> Work:
-        """Run a job after all those submitted before it."""
+        """Run a job after all those submitted before it. It greets before it communicates."""
         return _QueuedWork(self._thread.submit(self._run, job))
 
-    def all_reduce(self, values: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> Work:
+    def all_reduce(self, values: torch.Tensor, operation: dist.ReduceOp.RedOpType, place: str) -> Work:
         """Combine a tensor on the CPU over the ranks, element by element, in place."""
-        return self.submit(lambda: self.group.allreduce([values], operation).wait())
 
-    def all_gather_object(self, value: Any) -> list[Any]:
+        def job() -> None:
+            self.greet(place)
+            self._group.allreduce([values], operation).wait()
+
+        return self.submit(job)
+
+    def all_gather_object(self, value: Any, place: str) -> list[Any]:
         """Every rank's picklable object, by rank, on every rank; waits for it."""
         everyone: list[Any] = [None] * self.world_size
-        self.submit(lambda: dist.all_gather_object(everyone, value, group=self.group)).wait()
+
+        def job() -> None:
+            self.greet(place)
+            dist.all_gather_object(everyone, value, group=self._group)
+
+        self.submit(job).wait()
         return everyone
+
+    def gather_object(self, value: Any, to: int, place: str) -> list[Any] | None:
+        """Every rank's picklable object, by rank, on one rank; the others get None. Waits for it."""
+        everyone: list[Any] | None = [None] * self.world_size if self.rank == to else None
+
+        def job() -> None:
+            self.greet(place)
+            dist.gather_object(value, everyone, group=self._group, group_dst=to)
+
+        self.submit(job).wait()
+        return everyone
+
+    def greet(self, place: str) -> None:
+        """Tell the right neighbour the place that a collective is at, and hear it from the left one.
+
+        Raises:
+            CommunicationError: the left neighbour is at another one.
+        """
+        self._place = place
+        if self.world_size == 1:
+            return
+        own = place.encode()[:_GREETING_BYTES].ljust(_GREETING_BYTES)
+        theirs = bytearray(_GREETING_BYTES)
+        self._swap(_bytes(bytearray(own)), _bytes(theirs), _GREETING_TAG)
+        if theirs != own:
+            raise CommunicationError(
+                f"The ranks have parted: rank {self._left} is at {theirs.decode(errors='replace').rstrip()}, and rank "
+                f"{self.rank} at {place}. All ranks must make the same calls in the same order (backward(), step(), "
+                "clip_grad_norm_(), set_threshold(), consolidate_state_dict() and the like); all backward passes of a "
+                "step but the last belong under no_sync()."
+            )
+
+    def pass_on(self, outgoing: torch.Tensor, incoming: torch.Tensor, place: str, number: int) -> None:
+        """Within a job, send a tensor to the right neighbour and receive the left one's of the same size.
+
+        A greeting travels along where the place is new.
+        """
+        tag = zlib.crc32(f"{place} {number} {outgoing.numel()}".encode()) >> 1 | 1
+        self._swap(outgoing, incoming, tag, None if place == self._place else partial(self.greet, place))
 
     def close(self) -> None:
         """Finish what is queued, end the thread and leave the group."""
         self._thread.shutdown()
-        if dist.is_initialized():  # otherwise the user has destroyed all groups already
-            dist.destroy_process_group(self.group)
-        del self.group  # it holds connections as long as anything refers to it
+        if self._broken is None:
+            self._leave()
+
+    def _swap(
+        self, outgoing: torch.Tensor, incoming: torch.Tensor, tag: int, meanwhile: Callable[[], None] | None = None
+    ) -> None:
+        # Receiving is posted first, so that Gloo writes what arrives straight to its place.
+        receipt = self._group.recv([incoming], self._left, tag)
+        sending = self._group.send([outgoing], self._right, tag)
+        if meanwhile is not None:
+            meanwhile()
+        receipt.wait()
+        sending.wait()
 
     def _run(self, job: Callable[[], None]) -> None:
         if self._broken is not None:  # a partner is lost: later jobs would wait for it in vain
@@ -134,7 +207,18 @@ class Channel:
             job()
         except Exception as error:  # whatever it was: the ranks are no longer at the same collective
             self._broken = error
+            traceback.clear_frames(error.__traceback__)  # what is on its way there holds connections
+            self._leave()
             raise
+
+    def _leave(self) -> None:
+        with suppress(ValueError):  # the user has destroyed all groups already
+            dist.destroy_process_group(self._group)
+        del self._group  # it holds connections as long as anything refers to it
+
+
+def _bytes(buffer: bytearray) -> torch.Tensor:
+    return torch.frombuffer(buffer, dtype=torch.uint8)
 
 
 class _QueuedWork(Work):
@@ -161,9 +245,11 @@ class _NativeWork(Work):
 def _as_ours() -> Iterator[None]:
     try:
         yield
+    except CommunicationError as error:  # it waits in a queue, perhaps for several
+        raise CommunicationError(str(error)) from error
     except Exception as error:  # backends raise what they like; this is the one place that maps it
         raise CommunicationError(
-            f"A collective failed; another rank has probably stopped, its log says why. ({error})"
+            f"A collective failed; another rank has probably stopped or raised, its log says why. ({error})"
         ) from error
 
 
@@ -186,46 +272,40 @@ class RingCollectives(Collectives):
         self.rank, self.world_size = channel.rank, channel.world_size
         self.traffic = Traffic()
         self._channel = channel
-        self._right = (self.rank + 1) % self.world_size
-        self._left = (self.rank - 1) % self.world_size
 
     @override
-    def reduce_scatter(self, flat: torch.Tensor, label: int) -> Work:
+    def reduce_scatter(self, flat: torch.Tensor, place: str, number: int) -> Work:
         self.traffic.reduce_scatters += 1
-        return self._channel.submit(lambda: self._reduce_scatter(flat.chunk(self.world_size), label))
+        return self._channel.submit(lambda: self._reduce_scatter(flat.chunk(self.world_size), place, number))
 
     @override
-    def all_gather(self, flat: torch.Tensor, label: int) -> Work:
+    def all_gather(self, flat: torch.Tensor, place: str, number: int) -> Work:
         self.traffic.all_gathers += 1
-        return self._channel.submit(lambda: self._all_gather(flat.chunk(self.world_size), label))
+        return self._channel.submit(lambda: self._all_gather(flat.chunk(self.world_size), place, number))
 
     @override
-    def all_reduce(self, values: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> Work:
-        return self._channel.all_reduce(values, operation)
+    def all_reduce(self, values: torch.Tensor, operation: dist.ReduceOp.RedOpType, place: str) -> Work:
+        return self._channel.all_reduce(values, operation, place)
 
-    def _reduce_scatter(self, shards: tuple[torch.Tensor, ...], label: int) -> None:
+    def _reduce_scatter(self, shards: tuple[torch.Tensor, ...], place: str, number: int) -> None:
         received = torch.empty_like(shards[0])
         early = received.dtype is torch.float16  # whose sums would overflow; for others one shard is less work than all
         for shard in shards if early else ():
             shard.div_(self.world_size)
         for hop in range(1, self.world_size):
             # The partial sum that arrives in the last hop is that of the own shard.
-            self._exchange(shards[(self.rank - hop) % self.world_size], received, label)
+            self._pass_on(shards[(self.rank - hop) % self.world_size], received, place, number)
             shards[(self.rank - hop - 1) % self.world_size].add_(received)
         if self.world_size > 1 and not early:
             shards[self.rank].div_(self.world_size)
 
-    def _all_gather(self, shards: tuple[torch.Tensor, ...], label: int) -> None:
+    def _all_gather(self, shards: tuple[torch.Tensor, ...], place: str, number: int) -> None:
         for hop in range(1, self.world_size):
             outgoing = shards[(self.rank - hop + 1) % self.world_size]
-            self._exchange(outgoing, shards[(self.rank - hop) % self.world_size], label)
+            self._pass_on(outgoing, shards[(self.rank - hop) % self.world_size], place, number)
 
-    def _exchange(self, outgoing: torch.Tensor, incoming: torch.Tensor, label: int) -> None:
-        # Receiving is posted first, so that Gloo writes what arrives straight to its place.
-        receipt = self._channel.group.recv([incoming], self._left, label)
-        sending = self._channel.group.send([outgoing], self._right, label)
-        receipt.wait()
-        sending.wait()
+    def _pass_on(self, outgoing: torch.Tensor, incoming: torch.Tensor, place: str, number: int) -> None:
+        self._channel.pass_on(outgoing, incoming, place, number)
         self.traffic.sent_bytes += outgoing.nbytes
 
 
@@ -241,19 +321,19 @@ class NativeCollectives(Collectives):
         self._group = process_group
 
     @override
-    def reduce_scatter(self, flat: torch.Tensor, label: int) -> Work:
+    def reduce_scatter(self, flat: torch.Tensor, place: str, number: int) -> Work:
         self.traffic.reduce_scatters += 1
         self._count(flat)
         return _started(dist.reduce_scatter_tensor(self._own(flat), flat, dist.ReduceOp.AVG, self._group, True))
 
     @override
-    def all_gather(self, flat: torch.Tensor, label: int) -> Work:
+    def all_gather(self, flat: torch.Tensor, place: str, number: int) -> Work:
         self.traffic.all_gathers += 1
         self._count(flat)
         return _started(dist.all_gather_into_tensor(flat, self._own(flat), self._group, async_op=True))
 
     @override
-    def all_reduce(self, values: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> Work:
+    def all_reduce(self, values: torch.Tensor, operation: dist.ReduceOp.RedOpType, place: str) -> Work:
         return _started(dist.all_reduce(values, operation, self._group, async_op=True))
 
     def _own(self, flat: torch.Tensor) -> torch.Tensor:

@@ -9,22 +9,25 @@ import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from dear_engine.collectives import Collectives
+    from dear_engine.collectives import Work
 
 __all__ = ["total_norm"]
 
 
 def total_norm(
-    shards: Sequence[list[torch.Tensor]], norm_type: float, collectives: Collectives, device: torch.device
+    shards: Sequence[list[torch.Tensor]],
+    norm_type: float,
+    all_reduce: Callable[[torch.Tensor, dist.ReduceOp.RedOpType], Work],
+    device: torch.device,
 ) -> torch.Tensor:
     """The p-norm over all elements of all ranks' shards, the same on all ranks: (), in double precision.
 
     Args:
         shards: this rank's, in lists of one dtype, none of them empty; a rank may have no list.
         norm_type: p; infinity for the largest absolute value.
-        collectives: combine one number of each rank.
+        all_reduce: combines one number of each rank, in place.
         device: of the shards of all ranks.
     """
     # Squares of half precision, and sums over many, want more digits than the gradients have.
@@ -32,8 +35,8 @@ def total_norm(
     own = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64, device=device)
     if math.isinf(norm_type):
         total = own.max()
-        collectives.all_reduce(total, dist.ReduceOp.MAX).wait()
+        all_reduce(total, dist.ReduceOp.MAX).wait()
         return total
     total = own.pow(norm_type).sum()
-    collectives.all_reduce(total, dist.ReduceOp.SUM).wait()
+    all_reduce(total, dist.ReduceOp.SUM).wait()
     return total.pow(1 / norm_type)

@@ -383,7 +383,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._until_order:
             self._schedule.record()
             return
-        self._schedule.reorder(self._channel.all_gather_object(self._schedule.recorded())[0])
+        everyone = self._channel.all_gather_object(self._schedule.recorded(), "the order of layers")
+        self._schedule.reorder(everyone[0])
         if self._settings.tuner is not None and self._tuning is None:
             self._tuning = self._tuning_loop(self._settings.tuner)
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import zlib
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -211,7 +210,7 @@ class Schedule:
             for bucket in self._buckets:
                 if own := bucket.own_gradients:
                     torch._amp_foreach_non_finite_check_and_unscale_(own, found_inf, factor)
-            self._collectives.all_reduce(found_inf, dist.ReduceOp.MAX).wait()
+            self._collectives.all_reduce(found_inf, dist.ReduceOp.MAX, self._place("unscale_()")).wait()
             self._found_inf = found_inf
         found_inf.copy_(self._found_inf)
 
@@ -223,7 +222,8 @@ class Schedule:
         self._clipped = True
         dtype = max((bucket.flat.dtype for bucket in self._buckets), key=lambda dtype: dtype.itemsize)
         own = [own for bucket in self._buckets if (own := bucket.own_gradients)]
-        norm = total_norm(own, norm_type, self._collectives, self._buckets[0].flat.device).to(dtype)
+        combine = partial(self._collectives.all_reduce, place=self._place("clip_grad_norm_()"))
+        norm = total_norm(own, norm_type, combine, self._buckets[0].flat.device).to(dtype)
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(f"The gradients' total norm is non-finite ({norm.item()}), so they cannot be clipped.")
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch.nn.utils.clip_grads_with_norm_
@@ -299,7 +299,8 @@ class Schedule:
     def _taking_part(self, owned: Owned, parameters: Sequence[nn.Parameter]) -> Owned:
         """Those that need a gradient on some rank, or have one."""
         here = [parameter.requires_grad or parameter.grad is not None for parameter in parameters]
-        anywhere = map(any, zip(*self._channel.all_gather_object(here), strict=True))
+        everyone = self._channel.all_gather_object(here, self._place(f"the fusion of {len(here)} parameters"))
+        anywhere = map(any, zip(*everyone, strict=True))
         members = {id(parameter) for parameter, member in zip(parameters, anywhere, strict=True) if member}
         return {module: {name: p for name, p in named.items() if id(p) in members} for module, named in owned.items()}
 
@@ -359,12 +360,14 @@ class Schedule:
         bucket = self._buckets[number]
         self._apply(bucket)  # where nothing has read it since the last step
         bucket.close()
-        bucket.work = self._collectives.reduce_scatter(bucket.flat, self._label("reduce", number, bucket.flat))
+        bucket.work = self._collectives.reduce_scatter(bucket.flat, self._phase("reduce-scatters"), number)
         self._reduced += 1
 
-    def _label(self, phase: str, number: int, flat: torch.Tensor) -> int:
-        """The same for the same collective on all ranks, and most likely another for any other."""
-        return zlib.crc32(f"{self._round} {phase} {number} {flat.numel()}".encode()) >> 1
+    def _phase(self, collectives: str) -> str:
+        return self._place(f"the {collectives} of {len(self._buckets)} buckets")
+
+    def _place(self, what: str) -> str:
+        return f"{what}, round {self._round}"
 
     def _gather(self, number: int, bucket: Bucket) -> None:
         bucket.state = BucketState.BROKEN  # until this rank has done its part
@@ -374,7 +377,7 @@ class Schedule:
         finally:  # what an update that fails here leaves behind is not to be read either
             for slot in bucket.slots:
                 self._barrier.close(slot.parameter)
-        bucket.work = self._collectives.all_gather(gathered, self._label("gather", number, gathered))
+        bucket.work = self._collectives.all_gather(gathered, self._phase("all-gathers"), number)
         bucket.state = BucketState.PENDING
 
     def _shared(self) -> list[Slot]:

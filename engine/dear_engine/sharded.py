@@ -77,18 +77,22 @@ class Sharded(Update):
             to: the rank that gets it; None for all. The others get None.
         """
         full: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
-        wanted = to is None or to == self._channel.rank
-        for parameter in self._all_parameters():
-            parts = self._channel.all_gather_object(self._portable(parameter))
-            if wanted and any(parts):
+        for number, parameter in enumerate(self._all_parameters()):
+            own, place = self._portable(parameter), f"consolidate_state_dict(), parameter {number}"
+            parts = (
+                self._channel.all_gather_object(own, place)
+                if to is None
+                else self._channel.gather_object(own, to, place)
+            )
+            if parts and any(parts):
                 full[parameter] = self._joined(parameter, [part for part in parts if part])
-        if not wanted:
+        if to not in (None, self._channel.rank):
             return None
-        own, self._optimizer.state = self._optimizer.state, full
+        kept, self._optimizer.state = self._optimizer.state, full
         try:
             return self._optimizer.state_dict()
         finally:
-            self._optimizer.state = own
+            self._optimizer.state = kept
 
     @override
     def layout(self, parameters: Sequence[nn.Parameter]) -> Layout:

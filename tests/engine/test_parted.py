@@ -1,0 +1,13 @@
+"""Ranks whose programs have parted raise: they neither wait for each other nor take each other's data for their own."""
+
+import pytest
+from support.parted import AFTER_STEP, BEFORE_STEP, texts_of
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("case", [*BEFORE_STEP, *AFTER_STEP])
+def test_all_ranks_raise(ranks, case, world_size):
+    """Those whose neighbour is elsewhere say where; the others, that another has raised."""
+    texts = ranks(world_size).run(texts_of, case)
+    assert any(text.startswith("The ranks have parted: rank ") for text in texts)
+    assert all("have parted" in text or "another rank has probably stopped or raised" in text for text in texts)
