@@ -86,7 +86,8 @@ class Slot:
             raise GradientError(
                 f"The gradient of {self.name} was changed between backward() and step(), when it had already been "
                 "communicated, so the change would be lost. To clip by the norm use optimizer.clip_grad_norm_(); for "
-                "other changes use hooks (Tensor.register_hook), which run before."
+                "other changes use hooks (Tensor.register_hook), which run before. Gradients that are views of one "
+                "buffer look like this too: let backward make each its own, by zero_grad(set_to_none=True)."
             )
         return True
 

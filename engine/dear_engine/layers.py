@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import nn
@@ -119,10 +118,33 @@ def _check(named: list[tuple[str, nn.Parameter]]) -> None:
 
 def _check_apart(named: list[tuple[str, nn.Parameter]]) -> None:
     """Two parameters in the same memory would be updated at different moments."""
-    places = sorted((parameter.data_ptr(), name, parameter) for name, parameter in named)
-    for (start, name, parameter), (next_start, next_name, _) in pairwise(places):
-        if start + parameter.nbytes > next_start > 0:
-            raise UnsupportedError(
-                f"{name} and {next_name} share memory without being the same parameter; tie them by assigning one "
-                "module's parameter to the other's attribute."
-            )
+    places = sorted((parameter.data_ptr(), name, parameter) for name, parameter in named if parameter.numel())
+    for number, (start, name, parameter) in enumerate(places):
+        end = start + _extent(parameter)
+        for other_start, other_name, other in places[number + 1 :]:
+            if other_start >= end:
+                break
+            if _overlap(parameter, other, other_start - start):
+                raise UnsupportedError(
+                    f"{name} and {other_name} share memory without being the same parameter; tie them by assigning one "
+                    "module's parameter to the other's attribute."
+                )
+
+
+def _extent(parameter: nn.Parameter) -> int:
+    """Bytes from its first element to its last; it may leave out some in between."""
+    steps = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
+    return (steps + 1) * parameter.element_size()
+
+
+def _overlap(first: nn.Parameter, second: nn.Parameter, distance: int) -> bool:
+    """Whether a byte belongs to both, of which the second begins this many bytes later: both may be strided."""
+    memory = torch.zeros(max(_extent(first), distance + _extent(second)), dtype=torch.bool)
+
+    def bytes_of(parameter: nn.Parameter, start: int) -> torch.Tensor:
+        size = parameter.element_size()
+        strides = [stride * size for stride in parameter.stride()]
+        return memory.as_strided([*parameter.shape, size], [*strides, 1], start)
+
+    bytes_of(first, 0).fill_(True)
+    return bool(bytes_of(second, distance).any())

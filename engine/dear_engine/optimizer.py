@@ -286,6 +286,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             UnsupportedError: the model does not have them, or the engine would get them wrong; nothing has changed.
         """
+        self._timer.interrupt()
         self._schedule.synchronize()
         self._schedule.finish_round()
         before = len(self.param_groups)
@@ -313,6 +314,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def close(self) -> None:
         """Apply what is pending, stop tuning, and give the model back as it was. All ranks call it.
 
+        An engine that is not closed lives as long as the process.
+
         Gradients that no step has used stay in `.grad`, as this rank's own. After a sharded update the wrapped
         optimizer goes on only if its state has been consolidated since the last step; otherwise it refuses to, until
         it is given a state by `load_state_dict`.
@@ -327,8 +330,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 hook.remove()
             if self._tuning is not None:
                 self._tuning.close()
-            self._channel.close()
             self._give_back()
+            self._channel.close()
 
     def _give_back(self) -> None:
         if self._sharded is None or not self._sharded.state:

@@ -2,7 +2,7 @@
 
 import pytest
 from support.ranks import RankPool
-from support.training import group_destroyed_at_once, opened_and_closed
+from support.training import group_destroyed_at_once, opened_and_closed, outlives_its_closing
 
 
 @pytest.fixture
@@ -21,3 +21,8 @@ def test_a_group_that_is_destroyed_at_once(doomed):
 def test_closing_leaves_nothing(ranks):
     """Engines that are closed keep no connection open."""
     assert max(ranks(2).run(opened_and_closed, 10)) <= 0
+
+
+def test_nothing_keeps_a_closed_engine(ranks):
+    """An engine that is closed, and that nobody refers to, is freed with its buffers."""
+    assert ranks(2).run(outlives_its_closing) == [False, False]

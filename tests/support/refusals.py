@@ -273,6 +273,34 @@ def shared_memory() -> None:
 
 
 @_case
+def shared_column() -> None:
+    model, matrix = build("Perceptron"), torch.randn(32, 12)
+    model[0].weight = nn.Parameter(matrix[:16])
+    model.rest = nn.Parameter(matrix[:, :1])  # among which are the other's first elements of each row
+    dear.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, tuner=None)
+
+
+@_case
+def shared_column_further_on() -> None:
+    model, matrix = build("Perceptron"), torch.randn(32, 12)
+    model[0].weight = nn.Parameter(matrix[16:])
+    model.first = nn.Parameter(matrix[:, :1])
+    dear.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, tuner=None)
+
+
+@_case
+def gradients_in_one_buffer() -> None:
+    model = build("Perceptron")
+    optimizer = dear.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, tuner=None)
+    parameters = list(model.parameters())
+    parts = model[0].weight.new_zeros(sum(p.numel() for p in parameters)).split([p.numel() for p in parameters])
+    for parameter, part in zip(parameters, parts, strict=True):
+        parameter.grad = part.view(parameter.shape)
+    loss_of(model, batches(0)[0]).backward()
+    optimizer.step()
+
+
+@_case
 def stepped_after_close() -> None:
     _, optimizer, _ = pending_model()
     optimizer.close()

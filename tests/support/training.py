@@ -7,9 +7,11 @@ gradients over ranks and takes one plain `torch.optim` step.
 from __future__ import annotations
 
 import copy
+import gc
 import hashlib
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -207,6 +209,16 @@ def in_a_group_of_its_own() -> float | None:
                 (loss_of(reference, batches(step)[rank]) / len(members)).backward()
             oracle.step()
         return distance(model, reference)
+
+
+def outlives_its_closing() -> bool:
+    """Whether something keeps an engine that is closed, though nobody refers to it any more."""
+    model, optimizer, _ = pending_model()
+    reference = weakref.ref(optimizer)
+    optimizer.close()
+    del model, optimizer
+    gc.collect()
+    return reference() is not None
 
 
 def opened_and_closed(times: int) -> int:

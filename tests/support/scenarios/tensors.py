@@ -83,10 +83,22 @@ class _Transposed(nn.Module):
         return x @ self.weight + self.bias.sum() + self.bulk.mean()
 
 
+class _Columns(nn.Module):
+    """Two weights that are each other's neighbours in every row of one matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        matrix = torch.randn(12, 5) / 4
+        self.left, self.right = nn.Parameter(matrix[:, :3]), nn.Parameter(matrix[:, 3:])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x @ self.left, (x @ self.right).tanh()], dim=1)
+
+
 @scenario(
     "E2",
-    "channels-last weights, transposed parameters, gradients that are not contiguous",
-    kinds={"channels-last": _channels_last, "transposed": _Transposed},
+    "channels-last weights, transposed parameters, columns of one matrix, gradients that are not contiguous",
+    kinds={"channels-last": _channels_last, "transposed": _Transposed, "columns": _Columns},
     world_sizes=(2, 3),
 )
 def layouts(setting: Setting, build: Any) -> None:
