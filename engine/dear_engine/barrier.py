@@ -233,7 +233,7 @@ def check_countable() -> None:
     if alone or not shared or not saved:
         raise UnsupportedError(
             f"torch {torch.__version__} does not tell who else holds a parameter's memory, which dear_engine must "
-            "know; torch 2.13 does."
+            "know; torch 2.8 and 2.13 do."
         )
 
 
