@@ -13,7 +13,7 @@ block their caller, so one thread makes them all, first in first out: every rank
 no other agreement is needed. NCCL: its own collectives, whose stream is that queue.
 
 Every collective has a place in the program, in words, the same on all ranks. On Gloo data is tagged with it, and
-neighbours tell it each other where a new one begins: ranks whose programs have parted raise there, and never take one
+neighbours tell it each other where a new one begins: ranks that are out of step raise there, and never take one
 collective's data for another's. Who raises leaves the group, so that its neighbours do not wait for it.
 """
 
@@ -169,8 +169,8 @@ class Channel:
         self._swap(_bytes(bytearray(own)), _bytes(theirs), _GREETING_TAG)
         if theirs != own:
             raise CommunicationError(
-                f"The ranks have parted: rank {self._left} is at {theirs.decode(errors='replace').rstrip()}, and rank "
-                f"{self.rank} at {place}. All ranks must make the same calls in the same order (backward(), step(), "
+                f"The ranks are out of step: rank {self._left} is at {theirs.decode(errors='replace').rstrip()}, and "
+                f"rank {self.rank} at {place}. All ranks must make the same calls in the same order (backward(), step(), "
                 "clip_grad_norm_(), set_threshold(), consolidate_state_dict() and the like); all backward passes of a "
                 "step but the last belong under no_sync()."
             )
@@ -249,7 +249,8 @@ def _as_ours() -> Iterator[None]:
         raise CommunicationError(str(error)) from error
     except Exception as error:  # backends raise what they like; this is the one place that maps it
         raise CommunicationError(
-            f"A collective failed; another rank has probably stopped or raised, its log says why. ({error})"
+            f"A collective failed: another rank has probably stopped or raised (its log says why), or has not made the "
+            f"same call (step(), consolidate_state_dict() and the like belong on all ranks). ({error})"
         ) from error
 
 

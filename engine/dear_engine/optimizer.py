@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 from pydantic import ValidationError
+from torch import nn
 
 from dear_engine.agreement import Settings, agree, start_equal
 from dear_engine.barrier import check_countable, plainly
@@ -29,8 +30,6 @@ from dear_tune.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-    from torch import nn
 
     from dear_engine.layers import Owned
     from dear_tune.fusion import FusionPlan
@@ -75,16 +74,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         communication_dtype: torch.dtype | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise UnsupportedError("DistributedOptimizer(optimizer, model): the optimizer comes first, then the model.")
+        _check_arguments(optimizer, model, threshold_bytes, tuner, update, communication_dtype)
         if not dist.is_initialized():
             raise UnsupportedError("Call torch.distributed.init_process_group() before DistributedOptimizer(...).")
-        if update not in ("replicated", "sharded"):
-            raise UnsupportedError(f'update={update!r}: it is "replicated" or "sharded".')
-        if communication_dtype is not None and not communication_dtype.is_floating_point:
-            raise UnsupportedError(f"communication_dtype={communication_dtype}: it is a real floating point dtype.")
-        if isinstance(threshold_bytes, bool) or not isinstance(threshold_bytes, int) or threshold_bytes < 1:
-            raise UnsupportedError(f"threshold_bytes is a whole number of bytes, at least 1; got {threshold_bytes!r}.")
         group = process_group or dist.group.WORLD
         assert group is not None  # it is initialized
         if dist.get_rank(group) < 0:
@@ -217,6 +209,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             The norm before clipping, the same on all ranks: ().
         """
         self._check_open()
+        if not isinstance(max_norm, (int, float, torch.Tensor)):
+            raise UnsupportedError(
+                "optimizer.clip_grad_norm_(max_norm) clips all of its own parameters: pass the norm."
+            )
         return self._schedule.clip(float(max_norm), float(norm_type), error_if_nonfinite)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -411,13 +407,40 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return TuningLoop(self._channel, self._timer, tuner, service)
 
 
+def _check_arguments(
+    optimizer: Any, model: Any, threshold_bytes: Any, tuner: Any, update: Any, communication_dtype: Any
+) -> None:
+    """Raise `UnsupportedError` for what is no such argument; each text begins with which one it is."""
+    if not isinstance(optimizer, torch.optim.Optimizer) or not isinstance(model, nn.Module):
+        raise UnsupportedError(
+            "DistributedOptimizer(optimizer, model): the optimizer comes first, then the model itself; got "
+            f"{type(optimizer).__name__} and {type(model).__name__}."
+        )
+    if update not in ("replicated", "sharded"):
+        raise UnsupportedError(f'update={update!r}: it is "replicated" or "sharded".')
+    dtype = communication_dtype
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise UnsupportedError(
+            f"communication_dtype={dtype!r}: it is a real floating point dtype, such as torch.bfloat16, or None."
+        )
+    if isinstance(threshold_bytes, bool) or not isinstance(threshold_bytes, int) or threshold_bytes < 1:
+        raise UnsupportedError(f"threshold_bytes is a whole number of bytes, at least 1; got {threshold_bytes!r}.")
+    if tuner not in ("environment", None) and not isinstance(tuner, Tuner):
+        raise UnsupportedError(f'tuner={tuner!r}: it is a dear.Tuner(url=...), "environment", or None.')
+
+
 def _check_supported(optimizer: torch.optim.Optimizer) -> None:
     """Raise `UnsupportedError` for an optimizer that cannot step one bucket at a time."""
+    if _refuse_to_step in optimizer._optimizer_step_pre_hooks.values():
+        raise UnsupportedError(
+            "The optimizer is wrapped in a DistributedOptimizer already; close() that one first (a sharded one after "
+            "consolidate_state_dict())."
+        )
     check_hooks(optimizer)
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedError(
             "LBFGS evaluates the model inside step() and steps all parameters as one vector; "
-            "its update cannot be applied bucket by bucket."
+            "its update cannot be applied bucket by bucket. Use another optimizer, such as AdamW."
         )
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise UnsupportedError("SparseAdam needs sparse gradients, which dear_engine makes dense; use Adam.")

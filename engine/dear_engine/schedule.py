@@ -299,7 +299,9 @@ class Schedule:
     def _taking_part(self, owned: Owned, parameters: Sequence[nn.Parameter]) -> Owned:
         """Those that need a gradient on some rank, or have one."""
         here = [parameter.requires_grad or parameter.grad is not None for parameter in parameters]
-        everyone = self._channel.all_gather_object(here, self._place(f"the fusion of {len(here)} parameters"))
+        everyone = self._channel.all_gather_object(
+            here, self._place(f"a fusion of {len(here)} parameters (set_threshold(), unfreezing)")
+        )
         anywhere = map(any, zip(*everyone, strict=True))
         members = {id(parameter) for parameter, member in zip(parameters, anywhere, strict=True) if member}
         return {module: {name: p for name, p in named.items() if id(p) in members} for module, named in owned.items()}
@@ -360,11 +362,11 @@ class Schedule:
         bucket = self._buckets[number]
         self._apply(bucket)  # where nothing has read it since the last step
         bucket.close()
-        bucket.work = self._collectives.reduce_scatter(bucket.flat, self._phase("reduce-scatters"), number)
+        bucket.work = self._collectives.reduce_scatter(bucket.flat, self._phase("backward()'s reduce-scatters"), number)
         self._reduced += 1
 
     def _phase(self, collectives: str) -> str:
-        return self._place(f"the {collectives} of {len(self._buckets)} buckets")
+        return self._place(f"{collectives} of {len(self._buckets)} bucket(s)")
 
     def _place(self, what: str) -> str:
         return f"{what}, round {self._round}"
@@ -377,7 +379,7 @@ class Schedule:
         finally:  # what an update that fails here leaves behind is not to be read either
             for slot in bucket.slots:
                 self._barrier.close(slot.parameter)
-        bucket.work = self._collectives.all_gather(gathered, self._phase("all-gathers"), number)
+        bucket.work = self._collectives.all_gather(gathered, self._phase("step()'s all-gathers"), number)
         bucket.state = BucketState.PENDING
 
     def _shared(self) -> list[Slot]:

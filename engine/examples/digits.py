@@ -29,7 +29,7 @@ model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReL
 optimizer = dear.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), model)
 
 for epoch in range(epochs):
-    for batch in mine.split(128):
+    for batch in mine[: len(y) // dist.get_world_size()].split(128):  # as many batches on each rank
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(x[batch]), y[batch])
         loss.backward()

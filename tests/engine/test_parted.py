@@ -1,4 +1,4 @@
-"""Ranks whose programs have parted raise: they neither wait for each other nor take each other's data for their own."""
+"""Ranks that are out of step raise: they neither wait for each other nor take each other's data for their own."""
 
 import pytest
 from support.parted import AFTER_STEP, BEFORE_STEP, texts_of
@@ -9,5 +9,5 @@ from support.parted import AFTER_STEP, BEFORE_STEP, texts_of
 def test_all_ranks_raise(ranks, case, world_size):
     """Those whose neighbour is elsewhere say where; the others, that another has raised."""
     texts = ranks(world_size).run(texts_of, case)
-    assert any(text.startswith("The ranks have parted: rank ") for text in texts)
-    assert all("have parted" in text or "another rank has probably stopped or raised" in text for text in texts)
+    assert any(text.startswith("The ranks are out of step: rank ") for text in texts)
+    assert all("out of step" in text or "another rank has probably stopped or raised" in text for text in texts)

@@ -301,6 +301,40 @@ def gradients_in_one_buffer() -> None:
 
 
 @_case
+def wrapped_twice() -> None:
+    model = build("Perceptron")
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        dear.DistributedOptimizer(inner, model, tuner=None)
+
+
+@_case
+def parameters_for_a_model() -> None:
+    model = build("Perceptron")
+    dear.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.parameters(), tuner=None)
+
+
+@_case
+def url_for_a_tuner() -> None:
+    model = build("Perceptron")
+    dear.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, tuner="http://127.0.0.1:9")
+
+
+@_case
+def name_of_a_dtype() -> None:
+    model = build("Perceptron")
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    dear.DistributedOptimizer(inner, model, tuner=None, communication_dtype="bfloat16")
+
+
+@_case
+def clipping_given_parameters() -> None:
+    model = build("Perceptron")
+    optimizer = dear.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, tuner=None)
+    optimizer.clip_grad_norm_(model.parameters(), 1.0)
+
+
+@_case
 def stepped_after_close() -> None:
     _, optimizer, _ = pending_model()
     optimizer.close()
