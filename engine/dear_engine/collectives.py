@@ -169,10 +169,10 @@ class Channel:
         self._swap(_bytes(bytearray(own)), _bytes(theirs), _GREETING_TAG)
         if theirs != own:
             raise CommunicationError(
-                f"The ranks are out of step: rank {self._left} is at {theirs.decode(errors='replace').rstrip()}, and "
-                f"rank {self.rank} at {place}. All ranks must make the same calls in the same order (backward(), step(), "
-                "clip_grad_norm_(), set_threshold(), consolidate_state_dict() and the like); all backward passes of a "
-                "step but the last belong under no_sync()."
+                f"The ranks are out of step: rank {self._left} is at {theirs.decode(errors='replace').rstrip()}, "
+                f"rank {self.rank} at {place}. All ranks must make the same calls in the same order (backward(), "
+                "step(), clip_grad_norm_(), set_threshold(), consolidate_state_dict() and the like); all backward "
+                "passes of a step but the last belong under no_sync()."
             )
 
     def pass_on(self, outgoing: torch.Tensor, incoming: torch.Tensor, place: str, number: int) -> None:

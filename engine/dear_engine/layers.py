@@ -118,33 +118,35 @@ def _check(named: list[tuple[str, nn.Parameter]]) -> None:
 
 def _check_apart(named: list[tuple[str, nn.Parameter]]) -> None:
     """Two parameters in the same memory would be updated at different moments."""
-    places = sorted((parameter.data_ptr(), name, parameter) for name, parameter in named if parameter.numel())
-    for number, (start, name, parameter) in enumerate(places):
-        end = start + _extent(parameter)
-        for other_start, other_name, other in places[number + 1 :]:
-            if other_start >= end:
-                break
-            if _overlap(parameter, other, other_start - start):
-                raise UnsupportedError(
-                    f"{name} and {other_name} share memory without being the same parameter; tie them by assigning one "
-                    "module's parameter to the other's attribute."
-                )
+    near: list[list[tuple[int, str, nn.Parameter]]] = []  # each with those that begin before the ones before them end
+    end = 0
+    for start, name, parameter in sorted((p.data_ptr(), name, p) for name, p in named if p.numel()):
+        if start >= end:
+            near.append([])
+        near[-1].append((start, name, parameter))
+        end = max(end, start + _extent(parameter))
+    for places in near:
+        if len(places) > 1:
+            _check_bytes(places)
+
+
+def _check_bytes(places: list[tuple[int, str, nn.Parameter]]) -> None:
+    """Those that lie close together may be strided, and then need not have a byte in common."""
+    first = places[0][0]
+    memory = torch.zeros(max(start + _extent(p) for start, _, p in places) - first, dtype=torch.int32)
+    for number, (start, name, parameter) in enumerate(places, 1):
+        size = parameter.element_size()
+        strides = [stride * size for stride in parameter.stride()]
+        own = memory.as_strided([*parameter.shape, size], [*strides, 1], start - first)
+        if other := int(own.max()):
+            raise UnsupportedError(
+                f"{places[other - 1][1]} and {name} share memory without being the same parameter; tie them by "
+                "assigning one module's parameter to the other's attribute."
+            )
+        own.fill_(number)
 
 
 def _extent(parameter: nn.Parameter) -> int:
     """Bytes from its first element to its last; it may leave out some in between."""
     steps = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
     return (steps + 1) * parameter.element_size()
-
-
-def _overlap(first: nn.Parameter, second: nn.Parameter, distance: int) -> bool:
-    """Whether a byte belongs to both, of which the second begins this many bytes later: both may be strided."""
-    memory = torch.zeros(max(_extent(first), distance + _extent(second)), dtype=torch.bool)
-
-    def bytes_of(parameter: nn.Parameter, start: int) -> torch.Tensor:
-        size = parameter.element_size()
-        strides = [stride * size for stride in parameter.stride()]
-        return memory.as_strided([*parameter.shape, size], [*strides, 1], start)
-
-    bytes_of(first, 0).fill_(True)
-    return bool(bytes_of(second, distance).any())

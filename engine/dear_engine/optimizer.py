@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from dear_engine.layers import Owned
+    from dear_engine.sharded import FullState
     from dear_tune.fusion import FusionPlan
 
 __all__ = ["DistributedOptimizer"]
@@ -127,7 +128,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         ]
         _before_fork(self._schedule.synchronize)  # the child has no thread that could
         self._closed = False
-        self._consolidated: dict[str, Any] | None = None
+        self._consolidated: FullState | None = None
         self._consolidate_first = False
         self._tuning: TuningLoop | None = None
         self._until_order = _ORDER_KNOWN_AFTER
@@ -243,6 +244,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             UnsupportedError: a tuner sets the threshold.
             GradientError: gradients are there that no step has used yet.
         """
+        self._check_open()
+        _check_threshold(threshold_bytes)
         if self._settings.tuner is not None:
             raise UnsupportedError(
                 "The tuner sets the threshold of this run; build it with tuner=None to set your own."
@@ -258,6 +261,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Args:
             to: the rank, within the process group, that is going to save; None for all.
         """
+        self._check_open()
+        if to is not None and to not in range(self._channel.world_size):
+            raise UnsupportedError(f"consolidate_state_dict(to={to!r}): a rank of {self._channel.world_size}, or None.")
         self._schedule.synchronize()
         self._schedule.finish_round()
         if self._sharded is not None:
@@ -270,7 +276,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             UnsupportedError: the update is sharded, and `consolidate_state_dict()` was not called since the last step.
         """
-        return self._optimizer.state_dict() if self._consolidated is None else self._consolidated
+        if self._sharded is None or self._consolidated is None:
+            return self._optimizer.state_dict()
+        return self._sharded.state_dict(self._consolidated)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a plain optimizer's state, or one of this class's, at any world size; all ranks load the same."""
@@ -282,6 +290,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             UnsupportedError: the model does not have them, or the engine would get them wrong; nothing has changed.
         """
+        self._check_open()
         self._timer.interrupt()
         self._schedule.synchronize()
         self._schedule.finish_round()
@@ -334,7 +343,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._step_hook.remove()
         elif self._consolidated is not None:
             self._step_hook.remove()
-            self._optimizer.load_state_dict(self._consolidated)
+            self._optimizer.load_state_dict(self.state_dict())
         else:
             hook = self._step_hook
             self._optimizer.register_load_state_dict_post_hook(lambda _: hook.remove())
@@ -423,10 +432,14 @@ def _check_arguments(
         raise UnsupportedError(
             f"communication_dtype={dtype!r}: it is a real floating point dtype, such as torch.bfloat16, or None."
         )
-    if isinstance(threshold_bytes, bool) or not isinstance(threshold_bytes, int) or threshold_bytes < 1:
-        raise UnsupportedError(f"threshold_bytes is a whole number of bytes, at least 1; got {threshold_bytes!r}.")
+    _check_threshold(threshold_bytes)
     if tuner not in ("environment", None) and not isinstance(tuner, Tuner):
         raise UnsupportedError(f'tuner={tuner!r}: it is a dear.Tuner(url=...), "environment", or None.')
+
+
+def _check_threshold(threshold_bytes: Any) -> None:
+    if isinstance(threshold_bytes, bool) or not isinstance(threshold_bytes, int) or threshold_bytes < 1:
+        raise UnsupportedError(f"threshold_bytes is a whole number of bytes, at least 1; got {threshold_bytes!r}.")
 
 
 def _check_supported(optimizer: torch.optim.Optimizer) -> None:

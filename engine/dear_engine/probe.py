@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from contextlib import suppress
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +19,7 @@ from dear_engine.update import Settings, Stepped, apply_update
 from dear_tune.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 __all__ = ["check_separate", "elementwise_state"]
 
@@ -34,7 +34,7 @@ def check_separate(optimizer: torch.optim.Optimizer) -> None:
     """Raise `UnsupportedError` if what becomes of a parameter depends on the others, or on random numbers."""
     for group in _groups(optimizer):
         first, second = _matrix(group, 3, 4), _matrix(group, 4, 3) * 5
-        with suppress(Exception):  # one that steps no small matrix cannot be tried out; it may work all the same
+        with _objections():  # one that steps no small matrix cannot be tried out; it may work all the same
             random = torch.get_rng_state()
             together, _ = _stepped(optimizer, group, [first, second])
             alone = [_stepped(optimizer, group, [each])[0][0] for each in (first, second)]
@@ -61,7 +61,7 @@ def elementwise_state(optimizer: torch.optim.Optimizer) -> set[str]:
         # Of different magnitudes, so that a norm over the whole is not that of a part.
         start = _matrix(group, 3, 4)
         elementwise = False
-        with suppress(Exception):  # whatever an optimizer objects to in a part: it cannot be stepped in parts
+        with _objections():  # whatever an optimizer objects to in a part: it cannot be stepped in parts
             (whole,), (state,) = _stepped(optimizer, group, [start])
             parts = [_stepped(optimizer, group, [start], part)[0][0] for part in (slice(6), slice(6, None))]
             elementwise = _same(start, whole, torch.cat(parts).view_as(whole))
@@ -72,6 +72,17 @@ def elementwise_state(optimizer: torch.optim.Optimizer) -> set[str]:
             )
         names |= {name for name, value in state.items() if _is_shaped(value, start)}
     return names
+
+
+@contextmanager
+def _objections() -> Iterator[None]:
+    """Pass over what the optimizer raises by itself."""
+    try:
+        yield
+    except UnsupportedError:  # it is ours, and says what the optimizer does that it must not
+        raise
+    except Exception:
+        return
 
 
 def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

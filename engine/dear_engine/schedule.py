@@ -33,7 +33,7 @@ from dear_engine.modes import in_plain_mode
 from dear_engine.norms import total_norm
 from dear_engine.scaling import noticing
 from dear_engine.update import settings_of
-from dear_tune.errors import GradientError, StaleParameterError
+from dear_tune.errors import GradientError, StaleParameterError, UnsupportedError
 from dear_tune.fusion import FusionPlan, fuse
 
 if TYPE_CHECKING:
@@ -75,9 +75,10 @@ class Schedule:
         threshold_bytes: int,
         wire_dtype: torch.dtype | None,
     ) -> None:
+        self.threshold_bytes: int
+        """The fusion threshold in force."""
         self.reducing = True
         """Whether backward starts reduce-scatters; not so while gradients accumulate locally."""
-        self.threshold_bytes = threshold_bytes
         self._optimizer = optimizer
         self._collectives = collectives
         self._update = update
@@ -85,7 +86,7 @@ class Schedule:
         self._wire_dtype = wire_dtype
         self._settings = settings_of(optimizer)
         self._buckets: list[Bucket] = []  # in the layers' order
-        self._places: dict[int, tuple[Bucket, Slot]] = {}  # by the parameter's id
+        self._slots_by_id: dict[int, tuple[Bucket, Slot]] = {}  # by the parameter's id
         self._barrier = ReadBarrier(self._bring_up_to_date, self.synchronize)
         self._gradient_class = noticing(self.unscale)
         self._stream: torch.cuda.Stream | None = None
@@ -99,7 +100,7 @@ class Schedule:
         self._recording = False
         self._reads: dict[nn.Parameter, None] = {}  # those recorded, in order
         self._noted = False
-        self._fuse(owned)
+        self._fuse(owned, threshold_bytes)
 
     @property
     def buckets(self) -> Sequence[Bucket]:
@@ -124,8 +125,7 @@ class Schedule:
         """
         if any(bucket.in_use for bucket in self._buckets):
             raise GradientError("The threshold can be changed after step() and before backward(), not in between.")
-        self.threshold_bytes = threshold_bytes
-        self._fuse(self._owned)
+        self._fuse(self._owned, threshold_bytes)
 
     def own(self, owned: Owned) -> None:
         """Train these parameters from now on: a parameter group has joined."""
@@ -161,11 +161,13 @@ class Schedule:
 
     def gradient_ready(self, parameter: nn.Parameter, _: object = None) -> None:
         """Called in backward, when a parameter's gradient has been accumulated."""
-        if not self._begun or id(parameter) not in self._places:
+        if not self._begun or id(parameter) not in self._slots_by_id:
             self._begin()
-        if id(parameter) not in self._places:  # it has no elements
+        if id(parameter) not in self._slots_by_id:
+            if parameter.numel():
+                raise GradientError("The buckets could not be built anew (see the first error): build a new engine.")
             return
-        bucket, slot = self._places[id(parameter)]
+        bucket, slot = self._slots_by_id[id(parameter)]
         gradient = parameter.grad
         if gradient is None:  # a hook of the user's has taken it away
             return
@@ -174,6 +176,7 @@ class Schedule:
                 f"{slot.name} was used in forward before its update was applied, in a way that dear_engine cannot see, "
                 "and so found NaN in its place. Call optimizer.synchronize() before such a forward."
             )
+        self._apply(bucket)  # of a graph that was built before the step, and has not saved the parameter
         if gradient.layout is not torch.strided:
             parameter.grad = gradient.to_dense()
         bucket.mark(parameter, self._gradient_class)
@@ -234,7 +237,7 @@ class Schedule:
     def read(self, parameters: Iterable[nn.Parameter]) -> None:
         """Bring parameters up to date, as if they were read; others than this schedule's are left alone."""
         for parameter in parameters:
-            if id(parameter) in self._places:
+            if id(parameter) in self._slots_by_id:
                 self._barrier.read(parameter)
 
     def step(self) -> None:
@@ -272,36 +275,53 @@ class Schedule:
             for hook in self._hooks:
                 hook.remove()
 
-    def _fuse(self, owned: Owned) -> None:
-        """Build the buckets for these parameters; refusals come before anything has changed."""
+    def _fuse(self, owned: Owned, threshold_bytes: int | None = None) -> None:
+        """Build the buckets for these parameters; refusals come before anything has changed.
+
+        Args:
+            owned: as for the schedule.
+            threshold_bytes: by which threshold; None for the one in force.
+        """
+        threshold_bytes = threshold_bytes or self.threshold_bytes
         self.synchronize()
         named = [item for module in owned.values() for item in module.items()]
         parameters = [parameter for _, parameter in named]
         for name, parameter in named:
             self._barrier.check(name, parameter)
-        layers = layers_of(self._taking_part(owned, parameters), self._wire_dtype)
-        self._owned, self._parameters, self._layers = owned, parameters, layers
-        self._holders = Holders(parameters)
-        self._buckets, self._places = [], {}  # the old buffers go before the new ones come
-        self._plan = (
-            fuse([layer.layer for layer in layers], self.threshold_bytes)
+        layers = layers_of(self._taking_part(owned, parameters, threshold_bytes), self._wire_dtype)
+        plan = (
+            fuse([layer.layer for layer in layers], threshold_bytes)
             if layers
-            else FusionPlan(threshold_bytes=self.threshold_bytes, buckets=())  # all are frozen
+            else FusionPlan(threshold_bytes=threshold_bytes, buckets=())  # all are frozen
         )
-        for indices in self._plan.buckets:
+        self.threshold_bytes, self._plan = threshold_bytes, plan
+        self._owned, self._parameters, self._layers = owned, parameters, layers
+        self._buckets, self._slots_by_id = [], {}  # the old buffers go before the new ones come
+        buckets = []
+        for indices in plan.buckets:
             members = {name: p for index in indices for name, p in layers[index].parameters.items()}
             layout = self._update.layout(list(members.values()))
             dtype = self._wire_dtype or next(iter(members.values())).dtype
-            self._buckets.append(Bucket(members, layout, dtype))
-        self._places = {id(slot.parameter): (bucket, slot) for bucket in self._buckets for slot in bucket.slots}
-        self._outside = [p for p in self._parameters if id(p) not in self._places and p.numel()]
+            buckets.append(Bucket(members, layout, dtype))
+        self._buckets = buckets
+        self._slots_by_id = {id(slot.parameter): (bucket, slot) for bucket in self._buckets for slot in bucket.slots}
+        # Not of all: a frozen one that lies in a trained one's memory is to be noticed.
+        self._holders = Holders([slot.parameter for bucket in buckets for slot in bucket.slots])
+        self._outside = [p for p in self._parameters if id(p) not in self._slots_by_id and p.numel()]
 
-    def _taking_part(self, owned: Owned, parameters: Sequence[nn.Parameter]) -> Owned:
-        """Those that need a gradient on some rank, or have one."""
+    def _taking_part(self, owned: Owned, parameters: Sequence[nn.Parameter], threshold_bytes: int) -> Owned:
+        """Those that need a gradient on some rank, or have one.
+
+        Raises:
+            UnsupportedError: on all ranks, if they are to be fused by different thresholds.
+        """
         here = [parameter.requires_grad or parameter.grad is not None for parameter in parameters]
-        everyone = self._channel.all_gather_object(
-            here, self._place(f"a fusion of {len(here)} parameters (set_threshold(), unfreezing)")
-        )
+        place = self._place(f"a fusion of {len(here)} parameters (set_threshold(), unfreezing)")
+        thresholds, everyone = zip(*self._channel.all_gather_object((threshold_bytes, here), place), strict=True)
+        if len(set(thresholds)) > 1:
+            raise UnsupportedError(
+                f"The ranks set different thresholds: {list(thresholds)} bytes. Set the same on all."
+            )
         anywhere = map(any, zip(*everyone, strict=True))
         members = {id(parameter) for parameter, member in zip(parameters, anywhere, strict=True) if member}
         return {module: {name: p for name, p in named.items() if id(p) in members} for module, named in owned.items()}
@@ -372,15 +392,15 @@ class Schedule:
         return f"{what}, round {self._round}"
 
     def _gather(self, number: int, bucket: Bucket) -> None:
-        bucket.state = BucketState.BROKEN  # until this rank has done its part
-        try:
-            prepare = partial(self._update.before_gather, bucket, self._settings)
-            gathered = in_plain_mode(prepare, bucket.flat.device, self._stream)
-        finally:  # what an update that fails here leaves behind is not to be read either
+        with self._applying:  # who reads meanwhile waits for it
+            bucket.state = BucketState.BROKEN  # until this rank has done its part
             for slot in bucket.slots:
                 self._barrier.close(slot.parameter)
-        bucket.work = self._collectives.all_gather(gathered, self._phase("step()'s all-gathers"), number)
-        bucket.state = BucketState.PENDING
+            values = [self._barrier.aside(slot.parameter) for slot in bucket.slots]
+            prepare = partial(self._update.before_gather, bucket, self._settings, values)
+            gathered = in_plain_mode(prepare, bucket.flat.device, self._stream)
+            bucket.work = self._collectives.all_gather(gathered, self._phase("step()'s all-gathers"), number)
+            bucket.state = BucketState.PENDING
 
     def _shared(self) -> list[Slot]:
         """Those whose values can be read past the barrier."""
@@ -399,7 +419,7 @@ class Schedule:
     def _bring_up_to_date(self, parameter: nn.Parameter) -> None:
         if self._recording:
             self._reads.setdefault(parameter)
-        place = self._places.get(id(parameter))
+        place = self._slots_by_id.get(id(parameter))
         if place is not None:
             self._apply(place[0])
 

@@ -29,7 +29,10 @@ if TYPE_CHECKING:
     from dear_engine.collectives import Channel
     from dear_engine.layout import Layout
 
-__all__ = ["Sharded"]
+__all__ = ["FullState", "Sharded"]
+
+FullState = defaultdict[torch.Tensor, dict[str, Any]]
+"""The whole state of an optimizer, by parameter."""
 
 
 class Sharded(Update):
@@ -48,6 +51,7 @@ class Sharded(Update):
     def __init__(self, optimizer: torch.optim.Optimizer, channel: Channel) -> None:
         self._optimizer = optimizer
         self._channel = channel
+        self._elementwise: set[str] = set()
         self.check()
         self._stand_ins = StandIns()
         self.state: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
@@ -55,10 +59,11 @@ class Sharded(Update):
 
     def check(self) -> None:
         """Raise `UnsupportedError` if some parameter group's settings need more than one element at a time."""
-        self._elementwise = elementwise_state(self._optimizer)
+        self._elementwise |= elementwise_state(self._optimizer)  # other settings may make other state
 
     def take_over(self) -> None:
         """Keep this rank's part of the wrapped optimizer's state, and let the rest go."""
+        self.check()
         full = self._optimizer.state
         self.state.clear()
         for parameter, state in full.items():
@@ -70,15 +75,16 @@ class Sharded(Update):
                 }
         self._optimizer.state = defaultdict(dict)
 
-    def gather(self, to: int | None) -> dict[str, Any] | None:
-        """All parts' state as a plain optimizer's state dict, on the CPU; all ranks call it together.
+    def gather(self, to: int | None) -> FullState | None:
+        """All parts' state, by parameter, on the CPU; all ranks call it together.
 
         Args:
             to: the rank that gets it; None for all. The others get None.
         """
-        full: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
+        self.check()
+        full: FullState = defaultdict(dict)
         for number, parameter in enumerate(self._all_parameters()):
-            own, place = self._portable(parameter), f"consolidate_state_dict(), parameter {number}"
+            own, place = self._portable(parameter), f"consolidate_state_dict(to={to}), parameter {number}"
             parts = (
                 self._channel.all_gather_object(own, place)
                 if to is None
@@ -86,8 +92,10 @@ class Sharded(Update):
             )
             if parts and any(parts):
                 full[parameter] = self._joined(parameter, [part for part in parts if part])
-        if to not in (None, self._channel.rank):
-            return None
+        return full if to in (None, self._channel.rank) else None
+
+    def state_dict(self, full: FullState) -> dict[str, Any]:
+        """A plain optimizer's state dict of this state and the parameter groups as they are now."""
         kept, self._optimizer.state = self._optimizer.state, full
         try:
             return self._optimizer.state_dict()
@@ -99,11 +107,11 @@ class Sharded(Update):
         return Interleaved(parameters, self._channel.rank, self._channel.world_size)
 
     @override
-    def before_gather(self, bucket: Bucket, settings: Settings) -> torch.Tensor:
+    def before_gather(self, bucket: Bucket, settings: Settings, values: Sequence[torch.Tensor]) -> torch.Tensor:
         layout = bucket.layout
         assert isinstance(layout, Interleaved)  # as `layout` has made it
         gathered = self._gathered(bucket)
-        parts = [self._part(slot.parameter) for slot in bucket.slots]
+        parts = [self._part(slot.parameter, own) for slot, own in zip(bucket.slots, values, strict=True)]
         stepped = [
             Stepped(slot.parameter, part, gradient.to(part.dtype))
             for slot, part, gradient, there in zip(
@@ -148,10 +156,10 @@ class Sharded(Update):
         start, stop = self._span(parameter)
         return start < stop or (parameter.numel() == 0 and self._channel.rank == 0)
 
-    def _part(self, parameter: nn.Parameter) -> nn.Parameter:
-        """This rank's part, in the parameter's own memory if that is contiguous."""
+    def _part(self, parameter: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
+        """This rank's part of the values, in their own memory if that is contiguous."""
         start, stop = self._span(parameter)
-        return self._stand_ins.showing(parameter, parameter.detach().reshape(-1)[start:stop])
+        return self._stand_ins.showing(parameter, values.reshape(-1)[start:stop])
 
     def _portable(self, parameter: nn.Parameter) -> dict[str, Any]:
         state = self.state.get(parameter, {})

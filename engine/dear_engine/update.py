@@ -59,8 +59,14 @@ class Update(Protocol):
         """Where a bucket's gradients lie, for this rank."""
         ...
 
-    def before_gather(self, bucket: Bucket, settings: Settings) -> torch.Tensor:
-        """At `step()`: what is to be all-gathered, (world_size * n,)."""
+    def before_gather(self, bucket: Bucket, settings: Settings, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        """At `step()`: what is to be all-gathered, (world_size * n,).
+
+        Args:
+            bucket: whose reduce-scatter is on its way, or has ended.
+            settings: as they are.
+            values: of the bucket's parameters, in the order of its slots; may be written to.
+        """
         ...
 
     def after_gather(
@@ -126,7 +132,7 @@ class Replicated(Update):
         return InSequence(parameters, self._rank, self._world_size)
 
     @override
-    def before_gather(self, bucket: Bucket, settings: Settings) -> torch.Tensor:
+    def before_gather(self, bucket: Bucket, settings: Settings, values: Sequence[torch.Tensor]) -> torch.Tensor:
         return bucket.flat
 
     @override
@@ -259,4 +265,11 @@ def _unhooked_step(twin: torch.optim.Optimizer) -> None:
 
 
 def _frozen(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value
+    """A copy of what hyper-parameters are made of, which no change in place reaches."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        return {key: _frozen(each) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_frozen, value))
+    return value

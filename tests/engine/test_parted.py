@@ -1,11 +1,11 @@
 """Ranks that are out of step raise: they neither wait for each other nor take each other's data for their own."""
 
 import pytest
-from support.parted import AFTER_STEP, BEFORE_STEP, texts_of
+from support.parted import AFTER_STEP, BEFORE_STEP, ON_ALL, texts_of
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("case", [*BEFORE_STEP, *AFTER_STEP])
+@pytest.mark.parametrize("case", [*BEFORE_STEP, *AFTER_STEP, *ON_ALL])
 def test_all_ranks_raise(ranks, case, world_size):
     """Those whose neighbour is elsewhere say where; the others, that another has raised."""
     texts = ranks(world_size).run(texts_of, case)

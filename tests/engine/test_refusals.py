@@ -14,6 +14,7 @@ EXPECTED = {
     "swapped_arguments": ("UnsupportedError", "the optimizer comes first"),
     "threshold_in_the_middle_of_a_step": ("GradientError", "before backward()"),
     "counter_in_a_group": ("UnsupportedError", "_CountsInItsGroup.step() changes steps"),
+    "counter_that_comes_later": ("UnsupportedError", "_CountsLater.step() changes late"),
     "counter_in_the_optimizer": ("UnsupportedError", "_CountsInItself.step() changes steps"),
     "read_after_a_failed_update": ("StaleParameterError", "failed before"),
     "step_after_a_failed_update": ("StaleParameterError", "failed before"),

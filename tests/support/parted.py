@@ -33,8 +33,13 @@ AFTER_STEP: dict[str, Callable[[nn.Module, dear.DistributedOptimizer], object]] 
 }
 
 
+ON_ALL: dict[str, Callable[[dear.DistributedOptimizer], object]] = {
+    "consolidate for others": lambda optimizer: optimizer.consolidate_state_dict(None if dist.get_rank() else 0)
+}
+
+
 def texts_of(case: str) -> str:
-    """What a rank's run raises when rank 0 alone does what the case names, at its second step."""
+    """What a rank's run raises when rank 0 does what the case names otherwise than the rest, at its second step."""
     model = build("Perceptron")
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer = dear.DistributedOptimizer(inner, model, tuner=None, threshold_bytes=1500, update="sharded")
@@ -48,6 +53,8 @@ def texts_of(case: str) -> str:
             optimizer.step()
             if apart and case in AFTER_STEP:
                 AFTER_STEP[case](model, optimizer)
+            if step == 1 and case in ON_ALL:
+                ON_ALL[case](optimizer)
         optimizer.synchronize()
     except CommunicationError as error:
         return str(error)

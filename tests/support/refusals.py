@@ -112,6 +112,19 @@ class _CountsInItsGroup(torch.optim.SGD):
         return super().step(closure)
 
 
+class _CountsLater(torch.optim.SGD):
+    """Not yet when it is tried out."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        group = self.param_groups[0]
+        state = self.state[group["params"][0]]
+        state["steps"] = state.get("steps", 0) + 1
+        if state["steps"] > 3:
+            group["late"] = True
+        return super().step(closure)
+
+
 class _CountsInItself(torch.optim.SGD):
     steps = 0
 
@@ -176,6 +189,17 @@ def _step_with(kind: type[torch.optim.SGD]) -> nn.Module:
 @_case
 def counter_in_a_group() -> None:
     _step_with(_CountsInItsGroup).state_dict()
+
+
+@_case
+def counter_that_comes_later() -> None:
+    model = build("Perceptron")
+    optimizer = dear.DistributedOptimizer(_CountsLater(model.parameters(), lr=0.1), model, tuner=None)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss_of(model, batches(step)[0]).backward()
+        optimizer.step()
+    model.state_dict()
 
 
 @_case

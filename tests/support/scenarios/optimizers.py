@@ -171,6 +171,12 @@ def changed_by_hand(setting: Setting) -> None:
                 side.train(step)
                 for group in side.optimizer.param_groups:
                     group.update(lr=0.01 / (1 + step), betas=(0.5, 0.9 + step / 100), weight_decay=step / 10)
+        for side in pair:
+            side.optimizer.param_groups[0]["betas"] = [0.5, 0.9]
+        for step in range(STEPS, 2 * STEPS):
+            for side in pair:
+                side.train(step)
+                side.optimizer.param_groups[0]["betas"][0] = step / 20  # in place
         pair.check()
 
 

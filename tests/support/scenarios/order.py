@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from support.models import MODELS
-from support.scenarios.core import STEPS, Batch, Setting, adamw, follow, plain_loss, scenario, sgd, twins
+from support.scenarios.core import STEPS, Batch, Setting, adamw, follow, inputs, plain_loss, scenario, sgd, twins
 from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
@@ -154,6 +155,36 @@ def _two_heads(model: nn.Module, batch: Batch) -> list[torch.Tensor]:
 )
 def two_backwards(setting: Setting, loss: Any) -> None:
     follow(setting, MODELS["Perceptron"], adamw, loss=loss)
+
+
+class _Looked(nn.Module):
+    """Embeddings under a frozen head: a graph of it has saved no parameter that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(12, 12)
+        self.head = nn.Linear(12, 4).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embedding(x.abs().mul(10).long() % 12).mean(1))
+
+
+@scenario(
+    "B6f",
+    "one forward, with a backward before `step()` and another one after it: the graph has saved no parameter",
+    kinds={"linear": partial(nn.Linear, 12, 4), "embedding": _Looked},
+)
+def backward_after_the_step(setting: Setting, build: Any) -> None:
+    with twins(setting, build, sgd) as pair:
+        for step in range(STEPS):
+            for side in pair:
+                outputs = [side.model(inputs(step)[rank]) for rank in side.ranks]
+                for power in (2, 3):
+                    side.optimizer.zero_grad()
+                    for output in outputs:
+                        (output.pow(power).sum() / len(outputs)).backward(retain_graph=True)
+                    side.optimizer.step()
+        pair.check()
 
 
 def _one_after_another(model: nn.Module, batch: Batch) -> Iterator[torch.Tensor]:

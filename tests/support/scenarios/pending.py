@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
+import os
 import pickle
+import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -210,6 +215,64 @@ def threads(setting: Setting) -> None:
                 pair.engine.model(batches(step)[0])
             for each in seen:
                 check_equal(dict(each.result()), dict(pair.oracle.model.state_dict()))
+        pair.check()
+
+
+class _Slow(torch.optim.SGD):
+    """Takes its time between one parameter and the next, as large models do."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # noqa: ARG002 # an optimizer's signature
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad, alpha=self.param_groups[0]["lr"] / 2)
+                time.sleep(0.002)
+                parameter.sub_(parameter.grad, alpha=self.param_groups[0]["lr"] / 2)
+
+
+@scenario("D8e", "threads that look at a parameter while `step()` runs see the value before it, or the one after it")
+def threads_across_the_step(setting: Setting) -> None:
+    with twins(setting, MODELS["Perceptron"], partial(_Slow, lr=0.1)) as pair, ThreadPoolExecutor(2) as readers:
+        for step in range(4):
+            before = {name: p.detach().clone() for name, p in pair.oracle.model.named_parameters()}
+            ended = threading.Event()
+            pair.oracle.train(step)
+            after = dict(pair.oracle.model.named_parameters())
+            seen = [readers.submit(_seen_until, ended, pair.engine.model) for _ in range(2)]
+            try:
+                pair.engine.train(step)
+            finally:
+                ended.set()
+            for name, value in itertools.chain(*(each.result() for each in seen)):
+                assert min((value - side[name]).abs().max() for side in (before, after)) < 1e-12, name
+        pair.check()
+
+
+def _seen_until(ended: threading.Event, model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    seen = []
+    while not ended.is_set():
+        time.sleep(0.001)
+        with torch.no_grad():
+            seen.extend((name, parameter.clone()) for name, parameter in model.named_parameters())
+    return seen
+
+
+@scenario("D8f", "a process that forks while an update is pending: the child sees the latest step")
+def forked(setting: Setting) -> None:
+    with twins(setting, MODELS["Perceptron"], adamw) as pair:
+        for step in range(3):
+            pair.train([step])
+            reading, writing = os.pipe()
+            child = os.fork()
+            if child == 0:
+                os.write(writing, pickle.dumps([p.detach().tolist() for p in pair.engine.model.parameters()]))
+                os._exit(0)
+            os.close(writing)
+            with os.fdopen(reading, "rb") as pipe:
+                seen = pickle.load(pipe)
+            os.waitpid(child, 0)
+            latest = [p.detach() for p in pair.oracle.model.parameters()]
+            check_equal(dict(enumerate(map(torch.tensor, seen))), dict(enumerate(each.float() for each in latest)))
         pair.check()
 
 

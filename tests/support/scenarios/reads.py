@@ -351,6 +351,24 @@ def tied(setting: Setting) -> None:
     follow(setting, _Tied, adamw)
 
 
+class _Alias(nn.Module):
+    """A frozen parameter in a trained one's memory, which its owner reads without the trained one's name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(12, 12)
+        self.again = nn.Linear(12, 12)
+        self.again.weight = nn.Parameter(self.first.weight.data, requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(self.again(x).tanh())
+
+
+@scenario("A6c", "a frozen parameter that lies in the memory of a trained one, and is read first")
+def alias(setting: Setting) -> None:
+    follow(setting, _Alias, adamw)
+
+
 def _tied_thrice() -> nn.Module:
     model = nn.Sequential(*(nn.Linear(12, 12) for _ in range(4)))
     model[3].weight = model[2].weight = model[0].weight

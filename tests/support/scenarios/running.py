@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from support.scenarios.core import (
 from torch import nn
 
 import dear_engine as dear
-from dear_tune.errors import CommunicationError
+from dear_tune.errors import CommunicationError, UnsupportedError
 
 
 @scenario(
@@ -44,6 +45,31 @@ def changing_threshold(setting: Setting, thresholds: Any) -> None:
         for step in range(20):
             pair.train([step])
             pair.engine.optimizer.set_threshold(thresholds[step % len(thresholds)])
+        pair.check()
+
+
+REFUSED: dict[str, Callable[[Side], object]] = {
+    "a threshold of nothing": lambda side: side.optimizer.set_threshold(0),
+    "half a byte": lambda side: side.optimizer.set_threshold(1.5),
+    "different thresholds": lambda side: side.optimizer.set_threshold(100 + side.ranks[0]),
+    "parameters to clip": lambda side: side.optimizer.clip_grad_norm_(side.model.parameters(), 1.0),
+    "a rank that there is not": lambda side: side.optimizer.consolidate_state_dict(to=99),
+    "a stranger": lambda side: side.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]}),
+}
+
+
+@scenario("F1b", "a call that is refused, and caught, leaves everything as it was: training goes on", kinds=REFUSED)
+def refused(setting: Setting, call: Any) -> None:
+    with twins(setting, MODELS["Perceptron"], adamw) as pair:
+        pair.train(range(2))
+        raised = False
+        try:
+            call(pair.engine)
+        except UnsupportedError:
+            raised = True
+        assert raised
+        assert pair.engine.optimizer.threshold_bytes == setting.threshold_bytes
+        pair.train(range(2, 7))
         pair.check()
 
 

@@ -92,6 +92,28 @@ def _with_state(side: Side) -> dict[str, Any]:
     return {"model": side.model.state_dict(), "optimizer": side.optimizer.state_dict()}
 
 
+@scenario("D7e", "momentum that is switched on in the middle of a run, and a scheduler that steps after consolidation")
+def later_state(setting: Setting) -> None:
+    def plain(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    with twins(setting, MODELS["Perceptron"], plain) as pair:
+        pair.train(range(2))
+        for side in pair:
+            side.optimizer.param_groups[0]["momentum"] = 0.9
+        pair.train(range(2, 4))
+        pair.engine.optimizer.consolidate_state_dict()
+        for side in pair:
+            torch.optim.lr_scheduler.LambdaLR(side.optimizer, lambda _: 0.5)
+        saved = [copy.deepcopy(side.optimizer.state_dict()) for side in pair]
+        check_equal(*saved)
+        for side, state in zip(pair, saved, strict=True):
+            side.optimizer.param_groups[0]["momentum"] = 0.0
+            side.optimizer.load_state_dict(state)
+        pair.train(range(4, 6))
+        pair.check()
+
+
 @scenario("D7c", "`load_state_dict` goes back to an earlier step while an update is pending")
 def gone_back(setting: Setting) -> None:
     with twins(setting, MODELS["Perceptron"], adamw) as pair:
