@@ -16,13 +16,15 @@ from torch import nn
 from dear_engine.agreement import Settings, agree, start_equal
 from dear_engine.barrier import check_countable, plainly
 from dear_engine.collectives import Channel, Traffic, check_backend, collectives_for
+from dear_engine.conversation import ServiceThread
 from dear_engine.hooks import hang_on
 from dear_engine.layers import dtype_name, parameters_of
 from dear_engine.probe import check_separate
 from dear_engine.schedule import Schedule, belongs_to_a_schedule
 from dear_engine.sharded import Sharded
 from dear_engine.timing import IterationTimer, clock_for
-from dear_engine.tuner import ServiceThread, Tuner, TuningLoop
+from dear_engine.tuner import Tuner
+from dear_engine.tuning import TuningLoop
 from dear_engine.update import Replicated, check_hooks
 from dear_tune.client import Client
 from dear_tune.contract import DEFAULT_THRESHOLD_BYTES, Fingerprint
@@ -38,6 +40,16 @@ if TYPE_CHECKING:
 __all__ = ["DistributedOptimizer"]
 
 logger = logging.getLogger("dear_engine")
+
+_alive: weakref.WeakSet[Schedule] = weakref.WeakSet()
+
+
+def _synchronize_all() -> None:
+    for schedule in list(_alive):
+        schedule.synchronize()
+
+
+os.register_at_fork(before=_synchronize_all)  # the child has no thread that could
 
 _ORDER_KNOWN_AFTER = 2  # steps: the first leaves updates pending, the second's forward reads them
 
@@ -126,7 +138,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             optimizer.register_load_state_dict_post_hook(lambda _: self._after_load_state_dict()),
             *hang_on(model, update=self._update_parameters_of, interrupt=self._timer.interrupt),
         ]
-        _before_fork(self._schedule.synchronize)  # the child has no thread that could
+        _alive.add(self._schedule)
         self._closed = False
         self._consolidated: FullState | None = None
         self._consolidate_first = False
@@ -479,18 +491,6 @@ def _check_free(parameters: dict[str, nn.Parameter]) -> None:
     for name, parameter in parameters.items():
         if belongs_to_a_schedule(parameter):
             raise UnsupportedError(f"{name} belongs to another DistributedOptimizer; close() that one first.")
-
-
-def _before_fork(method: Callable[[], None]) -> None:
-    """Call it before this process forks, as long as its object lives."""
-    reference = weakref.WeakMethod(method)
-
-    def call() -> None:
-        alive = reference()
-        if alive is not None:
-            alive()
-
-    os.register_at_fork(before=call)
 
 
 def _ids(optimizer: torch.optim.Optimizer) -> list[int]:

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from dear_engine.conversation import ServiceThread
 from dear_engine.timing import HostClock, IterationTimer
-from dear_engine.tuner import ServiceThread, Tuner, TuningLoop, study_name
+from dear_engine.tuner import Tuner, study_name
+from dear_engine.tuning import TuningLoop
 from dear_tune.client import Client
 from dear_tune.contract import Fingerprint, Layer
 from dear_tune.errors import DearTuneError
