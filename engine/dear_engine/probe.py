@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from dear_engine.update import Settings, Stepped, apply_update
+from dear_engine.update import Snapshot, Stepped, apply_update
 from dear_tune.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def _stepped(
     whole = part == slice(None)
     parameters = [nn.Parameter((start if whole else start.reshape(-1)[part]).clone()) for start in starts]
     settings = {name: _adapted(name, value) for name, value in group.items() if name not in ("params", "param_names")}
-    snapshot = Settings(dict(vars(optimizer)), {id(each): (settings, 0) for each in parameters})
+    snapshot = Snapshot(dict(vars(optimizer)), {id(each): (settings, 0) for each in parameters})
     state: _State = defaultdict(dict)
     state.update((p, like) for p in parameters if (like := _state_like(optimizer, group, p)))
     for step in range(1, _STEPS + 1):

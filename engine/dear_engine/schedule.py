@@ -32,7 +32,7 @@ from dear_engine.layers import layers_of
 from dear_engine.modes import in_plain_mode
 from dear_engine.norms import total_norm
 from dear_engine.scaling import noticing
-from dear_engine.update import settings_of
+from dear_engine.update import snapshot_of
 from dear_tune.errors import GradientError, StaleParameterError, UnsupportedError
 from dear_tune.fusion import FusionPlan, fuse
 
@@ -84,7 +84,7 @@ class Schedule:
         self._update = update
         self._channel = channel
         self._wire_dtype = wire_dtype
-        self._settings = settings_of(optimizer)
+        self._snapshot = snapshot_of(optimizer)
         self._buckets: list[Bucket] = []  # in the layers' order
         self._slots_by_id: dict[int, tuple[Bucket, Slot]] = {}  # by the parameter's id
         self._barrier = ReadBarrier(self._bring_up_to_date, self.synchronize)
@@ -139,7 +139,7 @@ class Schedule:
             hook.remove()
         # Each hook knows its parameter: what it is called with may be what another hook of the user's returned.
         self._hooks = [
-            _hooked(parameter, _Hook(self.gradient_ready, parameter))
+            _hooked(parameter, _GradientHook(self.gradient_ready, parameter))
             for parameter in self._parameters
             if parameter.is_floating_point()
         ]
@@ -246,7 +246,7 @@ class Schedule:
             self._check_whole(bucket)
         self._settle()
         self._reduce_rest()
-        self._settings = settings_of(self._optimizer)
+        self._snapshot = snapshot_of(self._optimizer)
         self._stream = _current_stream(self._buckets)
         for bucket in self._buckets:
             bucket.release(clipped=self._clipped)
@@ -397,7 +397,7 @@ class Schedule:
             for slot in bucket.slots:
                 self._barrier.close(slot.parameter)
             values = [self._barrier.aside(slot.parameter) for slot in bucket.slots]
-            prepare = partial(self._update.before_gather, bucket, self._settings, values)
+            prepare = partial(self._update.before_gather, bucket, self._snapshot, values)
             gathered = in_plain_mode(prepare, bucket.flat.device, self._stream)
             bucket.work = self._collectives.all_gather(gathered, self._phase("step()'s all-gathers"), number)
             bucket.state = BucketState.PENDING
@@ -446,7 +446,7 @@ class Schedule:
         bucket.wait()
         bucket.state = BucketState.BROKEN  # until the update has succeeded
         values = [self._barrier.aside(slot.parameter) for slot in bucket.slots]
-        updated = self._update.after_gather(bucket, self._settings, values)
+        updated = self._update.after_gather(bucket, self._snapshot, values)
         for slot, new, there in zip(bucket.slots, updated, bucket.present(), strict=True):
             self._barrier.unveil(slot.parameter, new, changed=there)
         bucket.state = BucketState.ACCUMULATING
@@ -458,14 +458,14 @@ def belongs_to_a_schedule(parameter: nn.Parameter) -> bool:
     """Whether some engine updates the parameter already."""
     with plainly():
         hooks = parameter._post_accumulate_grad_hooks or {}
-    return any(isinstance(hook, _Hook) for hook in hooks.values())
+    return any(isinstance(hook, _GradientHook) for hook in hooks.values())
 
 
-class _Hook(partial[None]):
+class _GradientHook(partial[None]):
     """Tells our hooks from the user's."""
 
 
-def _hooked(parameter: nn.Parameter, hook: _Hook) -> RemovableHandle:
+def _hooked(parameter: nn.Parameter, hook: _GradientHook) -> RemovableHandle:
     """Also on a frozen parameter, which torch would refuse: it may be thawed."""
     trainable = parameter.requires_grad
     parameter.requires_grad_(True)

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from dear_engine.layout import Interleaved, part_of
 from dear_engine.probe import elementwise_state
-from dear_engine.update import Settings, StandIns, Stepped, Update, apply_update
+from dear_engine.update import Snapshot, StandIns, Stepped, Update, apply_update
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -107,7 +107,7 @@ class Sharded(Update):
         return Interleaved(parameters, self._channel.rank, self._channel.world_size)
 
     @override
-    def before_gather(self, bucket: Bucket, settings: Settings, values: Sequence[torch.Tensor]) -> torch.Tensor:
+    def before_gather(self, bucket: Bucket, snapshot: Snapshot, values: Sequence[torch.Tensor]) -> torch.Tensor:
         layout = bucket.layout
         assert isinstance(layout, Interleaved)  # as `layout` has made it
         gathered = self._gathered(bucket)
@@ -119,7 +119,7 @@ class Sharded(Update):
             )
             if there and self._holds(slot.parameter)
         ]
-        apply_update(self._optimizer, self.state, settings, stepped)
+        apply_update(self._optimizer, self.state, snapshot, stepped)
         for part, place in zip(parts, layout.own_parts(gathered), strict=True):
             place.copy_(part)
             self._stand_ins.release(part)
@@ -127,7 +127,7 @@ class Sharded(Update):
 
     @override
     def after_gather(
-        self, bucket: Bucket, settings: Settings, values: Sequence[torch.Tensor]
+        self, bucket: Bucket, snapshot: Snapshot, values: Sequence[torch.Tensor]
     ) -> Sequence[torch.Tensor]:
         places = bucket.layout.places(self._gathered(bucket))
         for own, place, there in zip(values, places, bucket.present(), strict=True):

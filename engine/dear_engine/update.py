@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from dear_engine.bucket import Bucket
     from dear_engine.layout import Layout
 
-__all__ = ["Replicated", "Settings", "StandIns", "Stepped", "Update", "apply_update", "check_hooks", "settings_of"]
+__all__ = ["Replicated", "Snapshot", "StandIns", "Stepped", "Update", "apply_update", "check_hooks", "snapshot_of"]
 
 
 @dataclass(frozen=True)
-class Settings:
+class Snapshot:
     """An optimizer's own attributes and hyper-parameters, as they were at `step()`.
 
     Attributes:
@@ -59,24 +59,24 @@ class Update(Protocol):
         """Where a bucket's gradients lie, for this rank."""
         ...
 
-    def before_gather(self, bucket: Bucket, settings: Settings, values: Sequence[torch.Tensor]) -> torch.Tensor:
+    def before_gather(self, bucket: Bucket, snapshot: Snapshot, values: Sequence[torch.Tensor]) -> torch.Tensor:
         """At `step()`: what is to be all-gathered, (world_size * n,).
 
         Args:
             bucket: whose reduce-scatter is on its way, or has ended.
-            settings: as they are.
+            snapshot: of the optimizer, now.
             values: of the bucket's parameters, in the order of its slots; may be written to.
         """
         ...
 
     def after_gather(
-        self, bucket: Bucket, settings: Settings, values: Sequence[torch.Tensor]
+        self, bucket: Bucket, snapshot: Snapshot, values: Sequence[torch.Tensor]
     ) -> Sequence[torch.Tensor]:
         """Once the all-gather has ended: the updated values.
 
         Args:
             bucket: whose all-gather has ended.
-            settings: as they were at `step()`.
+            snapshot: of the optimizer, at `step()`.
             values: of the bucket's parameters, in the order of its slots; may be written to.
         """
         ...
@@ -132,12 +132,12 @@ class Replicated(Update):
         return InSequence(parameters, self._rank, self._world_size)
 
     @override
-    def before_gather(self, bucket: Bucket, settings: Settings, values: Sequence[torch.Tensor]) -> torch.Tensor:
+    def before_gather(self, bucket: Bucket, snapshot: Snapshot, values: Sequence[torch.Tensor]) -> torch.Tensor:
         return bucket.flat
 
     @override
     def after_gather(
-        self, bucket: Bucket, settings: Settings, values: Sequence[torch.Tensor]
+        self, bucket: Bucket, snapshot: Snapshot, values: Sequence[torch.Tensor]
     ) -> Sequence[torch.Tensor]:
         stepped = [
             Stepped(
@@ -147,7 +147,7 @@ class Replicated(Update):
             )
             for slot, own, there in zip(bucket.slots, values, bucket.present(), strict=True)
         ]
-        apply_update(self._optimizer, self._optimizer.state, settings, stepped)
+        apply_update(self._optimizer, self._optimizer.state, snapshot, stepped)
         updated = [each.stand_in.data for each in stepped]
         for each in stepped:
             self._stand_ins.release(each.stand_in)
@@ -164,26 +164,26 @@ def check_hooks(optimizer: torch.optim.Optimizer, ours: RemovableHandle | None =
         )
 
 
-def settings_of(optimizer: torch.optim.Optimizer) -> Settings:
+def snapshot_of(optimizer: torch.optim.Optimizer) -> Snapshot:
     """Everything that `step` goes by besides state and gradients, as it is now."""
     groups: dict[int, tuple[dict[str, Any], int]] = {}
     for group in optimizer.param_groups:
         settings = {name: _frozen(value) for name, value in group.items() if name != "params"}
         groups.update((id(parameter), (settings, place)) for place, parameter in enumerate(group["params"]))
-    return Settings(dict(vars(optimizer)), groups)
+    return Snapshot(dict(vars(optimizer)), groups)
 
 
 def apply_update(
     optimizer: torch.optim.Optimizer,
     state: MutableMapping[torch.Tensor, Any],
-    settings: Settings,
+    snapshot: Snapshot,
     stepped: Sequence[Stepped],
 ) -> None:
     """Step the stand-ins with their gradients, and keep what becomes of the state under the parameters."""
-    groups = _groups(settings, stepped)
+    groups = _groups(snapshot, stepped)
     own_state: defaultdict[Any, Any] = defaultdict(dict)
     own_state.update((each.stand_in, state[each.parameter]) for each in stepped if each.parameter in state)
-    twin = _twin(optimizer, settings, own_state, groups)
+    twin = _twin(optimizer, snapshot, own_state, groups)
     before = [_noted(vars(twin)), *map(_noted, groups)]
     for each in stepped:
         each.stand_in.grad = each.gradient
@@ -198,12 +198,12 @@ def apply_update(
     _check_unchanged(optimizer, before, [_noted(vars(twin)), *map(_noted, twin.param_groups)], own_state)
 
 
-def _groups(settings: Settings, stepped: Sequence[Stepped]) -> list[dict[str, Any]]:
+def _groups(snapshot: Snapshot, stepped: Sequence[Stepped]) -> list[dict[str, Any]]:
     """The bucket's share of the parameter groups; of lists beside the parameters, such as their names, too."""
     groups: dict[int, dict[str, Any]] = {}
     places: dict[int, list[int]] = {}
     for each in stepped:
-        group, place = settings.groups[id(each.parameter)]
+        group, place = snapshot.groups[id(each.parameter)]
         groups.setdefault(id(group), {**group, "params": []})["params"].append(each.stand_in)
         places.setdefault(id(group), []).append(place)
     for key, group in groups.items():
@@ -248,11 +248,11 @@ def _check_unchanged(
 
 
 def _twin(
-    optimizer: torch.optim.Optimizer, settings: Settings, state: Mapping[Any, Any], groups: list[dict[str, Any]]
+    optimizer: torch.optim.Optimizer, snapshot: Snapshot, state: Mapping[Any, Any], groups: list[dict[str, Any]]
 ) -> torch.optim.Optimizer:
     # Not copy.copy: an optimizer's own way to be copied leaves out attributes, and walks through all its state.
     twin = object.__new__(type(optimizer))
-    twin.__dict__.update(settings.attributes, state=state, param_groups=groups)
+    twin.__dict__.update(snapshot.attributes, state=state, param_groups=groups)
     twin._optimizer_step_pre_hooks = type(optimizer._optimizer_step_pre_hooks)()  # ours is for the user's own calls
     twin.__dict__.pop("step", None)  # a scheduler that was built on the optimizer has hung one on it that binds it
     return twin
