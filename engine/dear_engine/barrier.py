@@ -218,6 +218,17 @@ class Holders:
 
 def check_countable() -> None:
     """Raise `UnsupportedError` if this version of torch counts in another way than `Holders` takes it to."""
+    with torch.inference_mode(False):
+        alone, shared, saved = _counted()
+    if alone or not shared or not saved:
+        raise UnsupportedError(
+            f"torch {torch.__version__} does not tell who else holds a parameter's memory, which dear_engine must "
+            "know; torch 2.8 and 2.13 do."
+        )
+
+
+def _counted() -> tuple[set[int], set[int], set[int]]:
+    """Who holds a parameter: when nobody else does, when its data are kept, and when a graph has saved it."""
     parameter, other = nn.Parameter(torch.ones(1)), torch.ones(1, requires_grad=True)
     holders = Holders([parameter])
     try:
@@ -229,12 +240,8 @@ def check_countable() -> None:
         saved = holders.others()
         del graph
     except AttributeError:  # a version that does not count at all
-        alone, shared, saved = set(), set(), set()
-    if alone or not shared or not saved:
-        raise UnsupportedError(
-            f"torch {torch.__version__} does not tell who else holds a parameter's memory, which dear_engine must "
-            "know; torch 2.8 and 2.13 do."
-        )
+        return set(), set(), set()
+    return alone, shared, saved
 
 
 def _references(parameter: Any) -> int:
@@ -245,7 +252,7 @@ def _references(parameter: Any) -> int:
 
 def _accumulator(parameter: nn.Parameter) -> Any:
     """The graph node that accumulates the parameter's gradient: there is at most one at a time."""
-    with torch.enable_grad(), plainly():
+    with torch.inference_mode(False), torch.enable_grad(), plainly():
         node = parameter.view_as(parameter).grad_fn
         assert node is not None  # it requires a gradient
         return node.next_functions[0][0]

@@ -62,6 +62,11 @@ class Slot:
         self._sent = None
 
     @property
+    def kept(self) -> bool:
+        """Whether what was sent is what the parameter still carries, untouched."""
+        return self._sent is not None and self.parameter.grad is self._sent and self._sent._version == self._version
+
+    @property
     def grown(self) -> bool:
         """Whether a backward pass has added to exactly what was sent."""
         return _has_grown(self.parameter.grad, self._sent, self._version)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dear_tune.contract import Layer
 from dear_tune.errors import UnsupportedError
@@ -111,6 +112,12 @@ def _check(named: list[tuple[str, nn.Parameter]]) -> None:
     for name, parameter in named:
         if hasattr(parameter, "device_mesh"):
             raise UnsupportedError(f"{name} is a DTensor; it is sharded or replicated by another engine already.")
+        if is_traceable_wrapper_subclass(parameter):
+            raise UnsupportedError(f"{name} is a wrapper around other tensors, which have no single memory to fuse.")
+        if parameter.is_inference():
+            raise UnsupportedError(f"{name} was made in torch.inference_mode(); build the model outside of it.")
+        if getattr(parameter, "grad_dtype", None) not in (None, parameter.dtype):
+            raise UnsupportedError(f"{name} has grad_dtype {parameter.grad_dtype}; only its own dtype is supported.")
         if not parameter.is_floating_point():
             raise UnsupportedError(f"{name} is {dtype_name(parameter.dtype)}; only real floating point is supported.")
     _check_apart(named)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -28,7 +28,7 @@ from dear_engine.tuning import TuningLoop
 from dear_engine.update import Replicated, check_hooks
 from dear_tune.client import Client
 from dear_tune.contract import DEFAULT_THRESHOLD_BYTES, Fingerprint
-from dear_tune.errors import UnsupportedError
+from dear_tune.errors import DearTuneError, UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -46,7 +46,8 @@ _alive: weakref.WeakSet[Schedule] = weakref.WeakSet()
 
 def _synchronize_all() -> None:
     for schedule in list(_alive):
-        schedule.synchronize()
+        with suppress(DearTuneError):  # what has failed has been raised already, or is where the child reads
+            schedule.synchronize()
 
 
 os.register_at_fork(before=_synchronize_all)  # the child has no thread that could
@@ -226,6 +227,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise UnsupportedError(
                 "optimizer.clip_grad_norm_(max_norm) clips all of its own parameters: pass the norm."
             )
+        if not norm_type > 0:
+            raise UnsupportedError(f"norm_type={norm_type!r}: the p of a p-norm is above 0.")
         return self._schedule.clip(float(max_norm), float(norm_type), error_if_nonfinite)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -31,9 +31,9 @@ class _Noticing(torch.Tensor):
     ) -> Any:
         if func is torch._amp_foreach_non_finite_check_and_unscale_:
             gradients, found_inf, factor = args
+            cls._dear_unscale(found_inf, factor)  # first: it sends what has not been sent yet
             with plainly():
-                func(gradients, torch.zeros_like(found_inf), factor)
-            return cls._dear_unscale(found_inf, factor)
+                return func(gradients, torch.zeros_like(found_inf), factor)
         with plainly():
             return func(*args, **(kwargs or {}))
 

@@ -171,11 +171,7 @@ class Schedule:
         gradient = parameter.grad
         if gradient is None:  # a hook of the user's has taken it away
             return
-        if self._barrier.closed(parameter) and gradient.isnan().any():
-            raise StaleParameterError(
-                f"{slot.name} was used in forward before its update was applied, in a way that dear_engine cannot see, "
-                "and so found NaN in its place. Call optimizer.synchronize() before such a forward."
-            )
+        self._check_not_stale(slot, gradient)
         self._apply(bucket)  # of a graph that was built before the step, and has not saved the parameter
         if gradient.layout is not torch.strided:
             parameter.grad = gradient.to_dense()
@@ -188,6 +184,7 @@ class Schedule:
                 "call zero_grad() before the next step's first."
             )
         if slot.filled or bucket.state is BucketState.REDUCING:
+            self._check_unclipped()
             self._abandon()
         if self.reducing:
             bucket.fill(slot)
@@ -347,9 +344,19 @@ class Schedule:
         outside = any(parameter.grad is not None for parameter in self._outside)
         outlived = [slot for bucket in self._buckets for slot in self._sent(bucket) if slot.outlived]
         if outside or outlived:
+            self._check_unclipped()
             self._abandon()
         if outside:
             self._fuse(self._owned)
+
+    def _check_unclipped(self) -> None:
+        """What is sent anew would not be clipped; unless all of it has been dropped, to begin anew."""
+        if self._clipped and any(slot.kept for bucket in self._buckets for slot in bucket.slots):
+            raise GradientError(
+                "After clip_grad_norm_() or GradScaler.unscale_() some gradients came or were dropped, and others are "
+                "still there: what was done to them would be lost. Clip and unscale last, after all backward passes of "
+                "a step and all changes of gradients."
+            )
 
     def _sent(self, bucket: Bucket) -> Sequence[Slot]:
         return bucket.slots if bucket.state is BucketState.REDUCING else [s for s in bucket.slots if s.filled]
@@ -380,10 +387,21 @@ class Schedule:
     def _reduce_next(self) -> None:
         number = len(self._buckets) - self._reduced - 1
         bucket = self._buckets[number]
-        self._apply(bucket)  # where nothing has read it since the last step
+        for slot in bucket.slots if bucket.state is BucketState.PENDING else ():  # nothing has read it since the step
+            if slot.parameter.grad is not None:
+                self._check_not_stale(slot, slot.parameter.grad)
+        self._apply(bucket)
         bucket.close()
         bucket.work = self._collectives.reduce_scatter(bucket.flat, self._phase("backward()'s reduce-scatters"), number)
         self._reduced += 1
+
+    def _check_not_stale(self, slot: Slot, gradient: torch.Tensor) -> None:
+        if self._barrier.closed(slot.parameter) and gradient.isnan().any():
+            raise StaleParameterError(
+                f"The gradient of {slot.name} is NaN, and its last update is still pending: it was used in forward in "
+                "a way that dear_engine cannot see, and so found NaN in its place. Call optimizer.synchronize() before "
+                "such a forward. (Or the loss itself is NaN, and its backward came after a step().)"
+            )
 
     def _phase(self, collectives: str) -> str:
         return self._place(f"{collectives} of {len(self._buckets)} bucket(s)")

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import dear_engine as dear
-from dear_tune.errors import DearTuneError
+from dear_tune.errors import DearTuneError, UnsupportedError
 
 
 def raised(case: str) -> str:
@@ -356,6 +356,43 @@ def clipping_given_parameters() -> None:
     model = build("Perceptron")
     optimizer = dear.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, tuner=None)
     optimizer.clip_grad_norm_(model.parameters(), 1.0)
+
+
+@_case
+def norm_of_nothing() -> None:
+    _, optimizer, _ = pending_model()
+    optimizer.clip_grad_norm_(1.0, norm_type=0)
+
+
+@_case
+def made_in_inference_mode() -> None:
+    with torch.inference_mode():
+        model = nn.Linear(2, 2)
+    dear.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, tuner=None)
+
+
+@_case
+def gradients_of_another_dtype() -> None:
+    model = nn.Linear(2, 2)
+    if not hasattr(model.weight, "grad_dtype"):  # before torch 2.10
+        raise UnsupportedError("grad_dtype")
+    model.weight.grad_dtype = torch.double
+    dear.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, tuner=None)
+
+
+@_case
+def gradients_of_a_function_that_reads_past_us() -> None:
+    model, optimizer, _ = pending_model(1)
+    x = batches(1)[0]
+
+    def loss(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.func.functional_call(model, parameters, (x,)).square().mean()
+
+    optimizer.zero_grad()
+    parameters = dict(model.named_parameters())
+    for name, gradient in torch.func.grad(loss)(parameters).items():
+        parameters[name].grad = gradient
+    optimizer.step()
 
 
 @_case

@@ -18,6 +18,7 @@ from support.scenarios.core import (
     always,
     check_equal,
     check_same_everywhere,
+    inputs,
     plain_loss,
     scenario,
     sgd,
@@ -192,6 +193,80 @@ def scaler(setting: Setting, clip: bool) -> None:
                 _scaled_step(side, each, step, clip)
             assert scalers[0].get_scale() == scalers[1].get_scale()
             assert (digest(pair.engine.model) == before) == (step == 2)
+        pair.check()
+
+
+@scenario(
+    "D3b",
+    "`GradScaler` with gradients that have not been sent yet when it looks: all under `no_sync()`, or some set by hand",
+    kinds={"under no_sync": None, "by hand": 0},
+)
+def scaler_of_unsent(setting: Setting, by_hand: int | None) -> None:
+    with twins(setting, MODELS["Perceptron"], adamw) as pair:
+        scalers = [torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3) for _ in pair]
+        for step in range(STEPS):
+            for side, each in zip(pair, scalers, strict=True):
+                side.optimizer.zero_grad()
+                with side.no_sync():
+                    side.backward(step, _scaled(each, infinite=None))
+                if by_hand is not None:
+                    parameters = list(side.model[by_hand].parameters())
+                    mine = [torch.zeros_like(parameter) for parameter in parameters]
+                    for rank in side.ranks:
+                        loss = each.scale(plain_loss(side.model, Batch(inputs(step + 50)[rank], rank, step)))
+                        for sum_, gradient in zip(mine, torch.autograd.grad(loss, parameters), strict=True):
+                            sum_.add_(gradient, alpha=1 / len(side.ranks))
+                    for parameter, gradient in zip(parameters, mine, strict=True):
+                        parameter.grad = gradient
+                each.unscale_(side.optimizer)
+                side.clip_grad_norm_(0.1)
+                each.step(side.optimizer)
+                each.update()
+        pair.check()
+
+
+def _comes_later(side: Side) -> None:
+    for rank in side.ranks:
+        side.model[3](torch.ones(1, 16, dtype=torch.double) * (1 + rank)).sum().backward()
+
+
+def _is_dropped(side: Side) -> None:
+    side.model[0].bias.grad = None
+
+
+def _is_set(side: Side) -> None:
+    side.model[3].bias.grad = torch.ones_like(side.model[3].bias)
+
+
+@scenario(
+    "D2g",
+    "after `clip_grad_norm_` a gradient comes, is dropped or is set by hand, while others stay",
+    kinds={"comes": _comes_later, "is dropped": _is_dropped, "is set": _is_set},
+    loud=always(Loud(GradientError, "Clip and unscale last")),
+)
+def changed_after_clipping(setting: Setting, change: Any) -> None:
+    with twins(setting, MODELS["Perceptron"], sgd) as pair:
+        side = pair.engine
+        side.model[0](inputs(0)[side.ranks[0]]).square().mean().backward()
+        side.clip_grad_norm_(0.01)
+        change(side)
+        side.optimizer.step()
+
+
+def _not_a_number(model: nn.Module, batch: Batch) -> torch.Tensor:
+    return model[3](torch.full((1, 16), torch.nan if batch.rank == 0 else 1.0, dtype=torch.double)).sum()
+
+
+@scenario("D2h", "NaN on one rank, and the largest element as the norm: every rank learns of it")
+def largest_of_nan(setting: Setting) -> None:
+    with twins(setting, MODELS["Perceptron"], sgd) as pair:
+        pair.train(range(2))
+        for side in pair:
+            side.optimizer.zero_grad()
+            side.backward(2, _not_a_number)
+            assert side.clip_grad_norm_(0.1, norm_type=float("inf")).isnan()
+            side.optimizer.zero_grad()
+        pair.train(range(3, 5))
         pair.check()
 
 
