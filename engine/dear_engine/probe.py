@@ -81,7 +81,7 @@ def _objections() -> Iterator[None]:
         yield
     except UnsupportedError:  # it is ours, and says what the optimizer does that it must not
         raise
-    except Exception:
+    except Exception:  # whatever it is, it is about our small matrices, not about the user's parameters
         return
 
 

@@ -225,7 +225,7 @@ class _Slow(torch.optim.SGD):
         for parameter in self.param_groups[0]["params"]:
             if parameter.grad is not None:
                 parameter.sub_(parameter.grad, alpha=self.param_groups[0]["lr"] / 2)
-                time.sleep(0.002)
+                time.sleep(0.002)  # long enough for a reader to come in between
                 parameter.sub_(parameter.grad, alpha=self.param_groups[0]["lr"] / 2)
 
 
@@ -247,7 +247,7 @@ def _read_until(ended: threading.Event, model: nn.Module) -> int:
     """How often all parameters were read."""
     times = 0
     while not ended.is_set() or times == 0:
-        time.sleep(0.001)
+        time.sleep(0.001)  # so that the training thread gets on
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.clone()

@@ -38,7 +38,7 @@ ON_ALL: dict[str, Callable[[dear.DistributedOptimizer], object]] = {
 }
 
 
-def texts_of(case: str) -> str:
+def text_of(case: str) -> str:
     """What a rank's run raises when rank 0 does what the case names otherwise than the rest, at its second step."""
     model = build("Perceptron")
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
