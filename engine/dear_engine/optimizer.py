@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 from pydantic import ValidationError
-from torch import nn
 
 from dear_engine.agreement import Settings, agree, start_equal
 from dear_engine.barrier import check_countable, plainly
@@ -20,7 +19,15 @@ from dear_engine.conversation import ServiceThread
 from dear_engine.hooks import hang_on
 from dear_engine.layers import dtype_name, parameters_of
 from dear_engine.probe import check_separate
-from dear_engine.schedule import Schedule, belongs_to_a_schedule
+from dear_engine.requirements import (
+    check_arguments,
+    check_free,
+    check_optimizer,
+    check_threshold,
+    check_trainable,
+    refuse_to_step,
+)
+from dear_engine.schedule import Schedule
 from dear_engine.sharded import Sharded
 from dear_engine.timing import IterationTimer, clock_for
 from dear_engine.tuner import Tuner
@@ -33,7 +40,8 @@ from dear_tune.errors import DearTuneError, UnsupportedError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from dear_engine.layers import Owned
+    from torch import nn
+
     from dear_engine.sharded import FullState
     from dear_tune.fusion import FusionPlan
 
@@ -88,7 +96,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         communication_dtype: torch.dtype | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        _check_arguments(optimizer, model, threshold_bytes, tuner, update, communication_dtype)
+        check_arguments(optimizer, model, threshold_bytes, tuner, update, communication_dtype)
         if not dist.is_initialized():
             raise UnsupportedError("Call torch.distributed.init_process_group() before DistributedOptimizer(...).")
         group = process_group or dist.group.WORLD
@@ -96,9 +104,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if dist.get_rank(group) < 0:
             raise UnsupportedError("This process is not a member of process_group; only its members train with it.")
         check_countable()
-        _check_supported(optimizer)
+        check_optimizer(optimizer)
         owned = parameters_of(model, optimizer)
-        self._device = _check_trainable(owned)
+        self._device = check_trainable(owned)
         check_backend(group, self._device)
         tuner = Tuner.from_environment() if tuner == "environment" else tuner
         wanted = Settings(
@@ -109,8 +117,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._group = group
         # As an optimizer that is restored from a pickle sets itself up, without parameter groups of its own.
         self.__setstate__({"defaults": dict(optimizer.defaults)})
-        self._channel = Channel(group)
-        try:
+        with ExitStack() as undo:  # whatever happens: no group, thread or hook is to be left behind
+            self._channel = Channel(group)
+            undo.callback(self._channel.close)
             self._settings = agree(self._channel, model, optimizer, wanted)
             self._sharded = Sharded(optimizer, self._channel) if self._settings.update == "sharded" else None
             self._collectives = collectives_for(group, self._device, self._channel)
@@ -123,22 +132,22 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 threshold_bytes=self._settings.threshold_bytes,
                 wire_dtype=self._settings.communication_dtype,
             )
+            undo.callback(self._schedule.close)
             start_equal([*model.parameters(), *model.buffers()], group)
-        except BaseException:  # whatever it was: no group and no thread is to be left behind
-            self._channel.close()
-            raise
-        if self._sharded is not None:
-            self._sharded.take_over()
-        self._schedule.start()
-        self._timer = IterationTimer(clock_for(self._device))
-        self._step_hook = optimizer.register_step_pre_hook(_refuse_to_step)
-        # Also whoever goes to the wrapped optimizer gets its latest state, and does not restore under an update.
-        self._other_hooks = [
-            optimizer.register_state_dict_pre_hook(lambda _: self._before_state_dict()),
-            optimizer.register_load_state_dict_pre_hook(lambda _, __: self._schedule.synchronize()),
-            optimizer.register_load_state_dict_post_hook(lambda _: self._after_load_state_dict()),
-            *hang_on(model, update=self._update_parameters_of, interrupt=self._timer.interrupt),
-        ]
+            if self._sharded is not None:
+                self._sharded.take_over()
+            self._schedule.start()
+            self._timer = IterationTimer(clock_for(self._device))
+            self._step_hook = optimizer.register_step_pre_hook(refuse_to_step)
+            undo.callback(self._step_hook.remove)
+            # Also whoever goes to the wrapped optimizer gets its latest state, and does not restore under an update.
+            self._other_hooks = [
+                optimizer.register_state_dict_pre_hook(lambda _: self._before_state_dict()),
+                optimizer.register_load_state_dict_pre_hook(lambda _, __: self._schedule.synchronize()),
+                optimizer.register_load_state_dict_post_hook(lambda _: self._after_load_state_dict()),
+                *hang_on(model, update=self._update_parameters_of, interrupt=self._timer.interrupt),
+            ]
+            undo.pop_all()
         _alive.add(self._schedule)
         self._closed = False
         self._consolidated: FullState | None = None
@@ -162,12 +171,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @property
     def threshold_bytes(self) -> int:
         """The fusion threshold in force, in bytes; see `set_threshold`."""
-        return self._schedule.threshold_bytes
+        return self._schedule.fusion.plan.threshold_bytes
 
     @property
     def plan(self) -> FusionPlan:
         """The fusion plan in force."""
-        return self._schedule.plan
+        return self._schedule.fusion.plan
 
     @property
     def tuning(self) -> bool:
@@ -260,7 +269,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             GradientError: gradients are there that no step has used yet.
         """
         self._check_open()
-        _check_threshold(threshold_bytes)
+        check_threshold(threshold_bytes)
         if self._settings.tuner is not None:
             raise UnsupportedError(
                 "The tuner sets the threshold of this run; build it with tuner=None to set your own."
@@ -314,7 +323,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         try:
             owned = parameters_of(self._model, self._optimizer)
             added = self.param_groups[before]["params"]
-            _check_free({name: p for each in owned.values() for name, p in each.items() if p in set(added)})
+            check_free({name: p for each in owned.values() for name, p in each.items() if p in set(added)})
             agree(self._channel, self._model, self._optimizer, self._settings)
             check_separate(self._optimizer)
             if self._sharded is not None:
@@ -412,12 +421,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._tuning = self._tuning_loop(self._settings.tuner)
 
     def _tuning_loop(self, tuner: Tuner) -> TuningLoop | None:
-        layers = [layer.layer for layer in self._schedule.layers]
+        layers = [layer.layer for layer in self._schedule.fusion.layers]
         fingerprint = Fingerprint(
             world_size=self._channel.world_size,
             backend=dist.get_backend(self._group),
             device=torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else self._device.type,
-            dtype=dtype_name(next(iter(self._schedule.layers[0].parameters.values())).dtype),
+            dtype=dtype_name(next(iter(self._schedule.fusion.layers[0].parameters.values())).dtype),
             update=self._settings.update,
             model=type(self._model).__name__,
         )
@@ -431,78 +440,5 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return TuningLoop(self._channel, self._timer, tuner, service)
 
 
-def _check_arguments(
-    optimizer: Any, model: Any, threshold_bytes: Any, tuner: Any, update: Any, communication_dtype: Any
-) -> None:
-    """Raise `UnsupportedError` for what is no such argument; each text begins with which one it is."""
-    if not isinstance(optimizer, torch.optim.Optimizer) or not isinstance(model, nn.Module):
-        raise UnsupportedError(
-            "DistributedOptimizer(optimizer, model): the optimizer comes first, then the model itself; got "
-            f"{type(optimizer).__name__} and {type(model).__name__}."
-        )
-    if update not in ("replicated", "sharded"):
-        raise UnsupportedError(f'update={update!r}: it is "replicated" or "sharded".')
-    dtype = communication_dtype
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise UnsupportedError(
-            f"communication_dtype={dtype!r}: it is a real floating point dtype, such as torch.bfloat16, or None."
-        )
-    _check_threshold(threshold_bytes)
-    if tuner not in ("environment", None) and not isinstance(tuner, Tuner):
-        raise UnsupportedError(f'tuner={tuner!r}: it is a dear.Tuner(url=...), "environment", or None.')
-
-
-def _check_threshold(threshold_bytes: Any) -> None:
-    if isinstance(threshold_bytes, bool) or not isinstance(threshold_bytes, int) or threshold_bytes < 1:
-        raise UnsupportedError(f"threshold_bytes is a whole number of bytes, at least 1; got {threshold_bytes!r}.")
-
-
-def _check_supported(optimizer: torch.optim.Optimizer) -> None:
-    """Raise `UnsupportedError` for an optimizer that cannot step one bucket at a time."""
-    if _refuse_to_step in optimizer._optimizer_step_pre_hooks.values():
-        raise UnsupportedError(
-            "The optimizer is wrapped in a DistributedOptimizer already; close() that one first (a sharded one after "
-            "consolidate_state_dict())."
-        )
-    check_hooks(optimizer)
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise UnsupportedError(
-            "LBFGS evaluates the model inside step() and steps all parameters as one vector; "
-            "its update cannot be applied bucket by bucket. Use another optimizer, such as AdamW."
-        )
-    if isinstance(optimizer, torch.optim.SparseAdam):
-        raise UnsupportedError("SparseAdam needs sparse gradients, which dear_engine makes dense; use Adam.")
-    kind = type(optimizer).__name__
-    if any(isinstance(value, torch.optim.Optimizer) for value in vars(optimizer).values()):
-        raise UnsupportedError(f"{kind} holds another optimizer; wrap that one in DistributedOptimizer instead.")
-    if others := [key for key in optimizer.state if not isinstance(key, torch.Tensor)]:
-        raise UnsupportedError(f"{kind} keeps state under {others[0]!r}, which is no parameter; dear_engine cannot.")
-    check_separate(optimizer)
-
-
-def _check_trainable(owned: Owned) -> torch.device:
-    """The device of what is to be trained."""
-    parameters = {name: parameter for module in owned.values() for name, parameter in module.items()}
-    _check_free(parameters)
-    devices = [parameter.device for parameter in parameters.values() if parameter.requires_grad and parameter.numel()]
-    if not devices:
-        raise UnsupportedError("No parameter of the optimizer requires a gradient: there is nothing to train.")
-    return devices[0]
-
-
-def _check_free(parameters: dict[str, nn.Parameter]) -> None:
-    for name, parameter in parameters.items():
-        if belongs_to_a_schedule(parameter):
-            raise UnsupportedError(f"{name} belongs to another DistributedOptimizer; close() that one first.")
-
-
 def _ids(optimizer: torch.optim.Optimizer) -> list[int]:
     return [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _refuse_to_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    raise UnsupportedError(
-        f"This {type(optimizer).__name__} is wrapped, and a step of its own would let the ranks drift apart: call "
-        "step() of the DistributedOptimizer. (After close() of a sharded one: load a state first, or call "
-        "consolidate_state_dict() before close().)"
-    )

@@ -30,7 +30,7 @@ def buckets_applied_by_first_layer() -> tuple[int, int]:
 
 
 def _pending(optimizer: dear.DistributedOptimizer) -> int:
-    return sum(bucket.state is BucketState.PENDING for bucket in optimizer._schedule.buckets)
+    return sum(bucket.state is BucketState.PENDING for bucket in optimizer._schedule.fusion.buckets)
 
 
 def wrapped_state() -> tuple[int, int]:
