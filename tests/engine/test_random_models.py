@@ -43,6 +43,10 @@ trainings = st.builds(
     no_sync=st.booleans(),
     max_norm=st.sampled_from([None, None, 0.1]),
     set_to_none=st.booleans(),
+    zero_at_end=st.booleans(),
+    penalty=st.booleans(),
+    scaled=st.booleans(),
+    between=st.sampled_from(["nothing", "lr", "project", "evaluate", "copy", "fuse", "hold"]),
 )
 
 

@@ -6,12 +6,13 @@ A model is a sequence of nodes. Value 0 is the batch; node i reads value `source
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,9 @@ THAW_STEP = 2
 
 Frozen = Literal["never", "always", "before", "after"]
 """When a node's own parameters are frozen: before or after step THAW_STEP, too."""
+
+Between = Literal["nothing", "lr", "project", "evaluate", "copy", "fuse", "hold"]
+"""What goes on after a step: a scheduler, writing to parameters, reading them, another threshold, a kept graph."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,10 @@ class Training:
         micro_batches: backward passes a step.
         no_sync: whether all but the last of these are under `no_sync`.
         max_norm: what gradients are clipped to; None: not at all.
+        zero_at_end: whether gradients are dropped after the step, and not before the backward passes.
+        penalty: whether the loss has a term that reads the parameters themselves.
+        scaled: whether a GradScaler steps.
+        between: what goes on after each step.
     """
 
     world_size: int
@@ -68,11 +76,15 @@ class Training:
     no_sync: bool
     max_norm: float | None
     set_to_none: bool
+    zero_at_end: bool
+    penalty: bool
+    scaled: bool
+    between: Between
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Distance of parameters and of clipping's norms from the oracle's, the digest, and what was refused.
+    """Distance of parameters, of what was read, and of clipping's norms from the oracle's, the digest, and a refusal.
 
     A refusal is an outcome, not an exception: the rank pool, which takes seconds to start, lives on while hypothesis
     looks for a smaller model.
@@ -264,51 +276,94 @@ class RandomModel(nn.Module):
         return values[-1]
 
 
+class _Side:
+    """One who trains: the engine on this rank's batches, or the oracle on everyone's."""
+
+    def __init__(self, model: RandomModel, optimizer: Any, training: Training, ranks: Sequence[int]) -> None:
+        self.model = model
+        self._optimizer = optimizer
+        self._training = training
+        self._ranks = ranks
+        self._scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2, enabled=training.scaled)
+        self._kept: list[torch.Tensor] = []
+
+    def step(self, step: int) -> float:
+        """The norm, if gradients are clipped."""
+        training = self._training
+        if step == THAW_STEP:
+            self.model.freeze(step)
+        if not training.zero_at_end:
+            self._optimizer.zero_grad(set_to_none=training.set_to_none)
+        for micro in range(training.micro_batches):
+            local = training.no_sync and micro < training.micro_batches - 1
+            with self._no_sync() if local else nullcontext():
+                for rank in self._ranks:
+                    self._scaler.scale(self._loss(step, micro, rank) / len(self._ranks)).backward()
+        norm = 0.0
+        if training.max_norm is not None:
+            self._scaler.unscale_(self._optimizer)
+            norm = float(self._clip(training.max_norm))
+        kept = self._loss(step, 0, self._ranks[0]) if training.between == "hold" else None
+        self._scaler.step(self._optimizer)
+        self._scaler.update()
+        if training.zero_at_end:
+            self._optimizer.zero_grad(set_to_none=training.set_to_none)
+        self._after(step, kept)
+        return norm
+
+    def _after(self, step: int, kept: torch.Tensor | None) -> None:
+        match self._training.between:
+            case "lr":
+                for group in self._optimizer.param_groups:
+                    group["lr"] *= 0.5
+            case "project":
+                with torch.no_grad():
+                    for parameter in self.model.parameters():
+                        parameter.clamp_(-0.6, 0.6)
+            case "evaluate":
+                with torch.no_grad():
+                    self._kept.append(self.model(torch.ones(4, WIDTH, dtype=torch.double)))
+            case "copy":
+                self._kept.append(torch.stack([p.sum() for p in copy.deepcopy(self.model).state_dict().values()]))
+            case "fuse" if isinstance(self._optimizer, dear.DistributedOptimizer):
+                self._optimizer.set_threshold((1, 700, self._training.threshold_bytes)[step % 3])
+            case "hold" if kept is not None:
+                self._kept = [kept]
+
+    @property
+    def read(self) -> list[torch.Tensor]:
+        """What was read after steps."""
+        return [] if self._training.between == "hold" else self._kept
+
+    def _loss(self, step: int, micro: int, rank: int) -> torch.Tensor:
+        loss = _loss(self.model, step, micro, rank)
+        if self._training.penalty:
+            loss = loss + 0.01 * sum(p.pow(2).sum() for p in self.model.parameters() if p.requires_grad)
+        return loss
+
+    def _no_sync(self) -> Any:
+        return self._optimizer.no_sync() if isinstance(self._optimizer, dear.DistributedOptimizer) else nullcontext()
+
+    def _clip(self, max_norm: float) -> torch.Tensor:
+        if isinstance(self._optimizer, dear.DistributedOptimizer):
+            return self._optimizer.clip_grad_norm_(max_norm)
+        return nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+
+
 def train(nodes: tuple[Node, ...], training: Training) -> Outcome:
     """Train from different seeds on each rank; the oracle starts as rank 0 does."""
     model, reference = _build(nodes, dist.get_rank()), _build(nodes, 0)
     make = OPTIMIZERS[training.optimizer]
-    oracle, norms = make(reference), 0.0
     settings = {"threshold_bytes": training.threshold_bytes, "update": training.update, "process_group": _group()}
     try:
         with engine(model, make(model), **settings) as optimizer:
-            for step in range(STEPS):
-                norm = _step(model, optimizer, training, step)
-                norms = max(norms, abs(norm - _oracle_step(reference, oracle, training, step)))
-            return Outcome(distance(model, reference), norms, digest(model), "")
+            side = _Side(model, optimizer, training, [dist.get_rank()])
+            oracle = _Side(reference, make(reference), training, range(dist.get_world_size()))
+            norms = max(abs(side.step(step) - oracle.step(step)) for step in range(STEPS))
+            read = max((float((a - b).abs().max()) for a, b in zip(side.read, oracle.read, strict=True)), default=0.0)
+            return Outcome(max(read, distance(model, reference)), norms, digest(model), "")
     except DearTuneError as error:
         return Outcome(0.0, 0.0, "", f"{type(error).__name__}: {error}")
-
-
-def _step(model: RandomModel, optimizer: dear.DistributedOptimizer, training: Training, step: int) -> float:
-    """This rank's part of a step; the norm if gradients are clipped."""
-    _begin(model, optimizer, training, step)
-    for micro in range(training.micro_batches):
-        local = training.no_sync and micro < training.micro_batches - 1
-        with optimizer.no_sync() if local else nullcontext():
-            _loss(model, step, micro, dist.get_rank()).backward()
-    norm = 0.0 if training.max_norm is None else float(optimizer.clip_grad_norm_(training.max_norm))
-    optimizer.step()
-    return norm
-
-
-def _oracle_step(model: RandomModel, optimizer: torch.optim.Optimizer, training: Training, step: int) -> float:
-    """The same step in one process."""
-    _begin(model, optimizer, training, step)
-    for micro in range(training.micro_batches):
-        for rank in range(dist.get_world_size()):
-            (_loss(model, step, micro, rank) / dist.get_world_size()).backward()
-    norm = 0.0
-    if training.max_norm is not None:
-        norm = float(nn.utils.clip_grad_norm_(model.parameters(), training.max_norm))
-    optimizer.step()
-    return norm
-
-
-def _begin(model: RandomModel, optimizer: torch.optim.Optimizer, training: Training, step: int) -> None:
-    if step == THAW_STEP:
-        model.freeze(step)
-    optimizer.zero_grad(set_to_none=training.set_to_none)
 
 
 def _loss(model: nn.Module, step: int, micro: int, rank: int) -> torch.Tensor:
