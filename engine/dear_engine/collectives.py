@@ -12,7 +12,7 @@ Gloo: its own reduce-scatter sends an all-reduce's bytes, so shards go around a 
 block their caller, so one thread makes them all, first in first out: every rank queues in the same order, and
 no other agreement is needed. NCCL: its own collectives, whose stream is that queue.
 
-Every collective has a place in the program, in words, the same on all ranks. On Gloo data is tagged with it, and
+Every collective has a site in the program, in words, the same on all ranks. On Gloo data is tagged with it, and
 neighbours tell it each other where a new one begins: ranks that are out of step raise there, and never take one
 collective's data for another's. Who raises leaves the group, so that its neighbours do not wait for it.
 """
@@ -73,23 +73,23 @@ _GREETING_TAG = 0  # that of data is odd
 class Collectives(Protocol):
     """Both phases of an all-reduce, asynchronously, in the order they are asked for.
 
-    A place says, in words, where in the program a collective is: the same on all ranks. Those that follow each other
-    by themselves, such as all reduce-scatters of a step, are at one place, and numbered.
+    A site says, in words, where in the program a collective is: the same on all ranks. Those that follow each other
+    by themselves, such as all reduce-scatters of a step, are at one site, and numbered.
     """
 
     rank: int
     world_size: int
     traffic: Traffic
 
-    def reduce_scatter(self, flat: torch.Tensor, place: str, number: int) -> Work:
+    def reduce_scatter(self, flat: torch.Tensor, site: str, number: int) -> Work:
         """Average the buffer's shards over the ranks; own shard of `flat`: (world_size * n,)."""
         ...
 
-    def all_gather(self, flat: torch.Tensor, place: str, number: int) -> Work:
+    def all_gather(self, flat: torch.Tensor, site: str, number: int) -> Work:
         """Fill all shards of `flat` (world_size * n,) from their owners; follows a `reduce_scatter` unawaited."""
         ...
 
-    def all_reduce(self, values: torch.Tensor, operation: dist.ReduceOp.RedOpType, place: str) -> Work:
+    def all_reduce(self, values: torch.Tensor, operation: dist.ReduceOp.RedOpType, site: str) -> Work:
         """Combine a few numbers over the ranks, element by element, in place."""
         ...
 
@@ -117,71 +117,71 @@ class Channel:
         self.world_size = len(ranks)
         self._left, self._right = (self.rank - 1) % self.world_size, (self.rank + 1) % self.world_size
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dear-communication")
-        self._place = ""  # where the last collective was
+        self._site = ""  # where the last collective was
         self._broken: Exception | None = None
 
     def submit(self, job: Callable[[], None]) -> Work:
         """Run a job after all those submitted before it. It greets before it communicates."""
         return _QueuedWork(self._thread.submit(self._run, job))
 
-    def all_reduce(self, values: torch.Tensor, operation: dist.ReduceOp.RedOpType, place: str) -> Work:
+    def all_reduce(self, values: torch.Tensor, operation: dist.ReduceOp.RedOpType, site: str) -> Work:
         """Combine a tensor on the CPU over the ranks, element by element, in place."""
 
         def job() -> None:
-            self.greet(place)
+            self.greet(site)
             self._group.allreduce([values], operation).wait()
 
         return self.submit(job)
 
-    def all_gather_object(self, value: Any, place: str) -> list[Any]:
+    def all_gather_object(self, value: Any, site: str) -> list[Any]:
         """Every rank's picklable object, by rank, on every rank; waits for it."""
         everyone: list[Any] = [None] * self.world_size
 
         def job() -> None:
-            self.greet(place)
+            self.greet(site)
             dist.all_gather_object(everyone, value, group=self._group)
 
         self.submit(job).wait()
         return everyone
 
-    def gather_object(self, value: Any, to: int, place: str) -> list[Any] | None:
+    def gather_object(self, value: Any, to: int, site: str) -> list[Any] | None:
         """Every rank's picklable object, by rank, on one rank; the others get None. Waits for it."""
         everyone: list[Any] | None = [None] * self.world_size if self.rank == to else None
 
         def job() -> None:
-            self.greet(place)
+            self.greet(site)
             dist.gather_object(value, everyone, group=self._group, group_dst=to)
 
         self.submit(job).wait()
         return everyone
 
-    def greet(self, place: str) -> None:
-        """Tell the right neighbour the place that a collective is at, and hear it from the left one.
+    def greet(self, site: str) -> None:
+        """Tell the right neighbour the site that a collective is at, and hear it from the left one.
 
         Raises:
             CommunicationError: the left neighbour is at another one.
         """
-        self._place = place
+        self._site = site
         if self.world_size == 1:
             return
-        own = place.encode()[:_GREETING_BYTES].ljust(_GREETING_BYTES)
+        own = site.encode()[:_GREETING_BYTES].ljust(_GREETING_BYTES)
         theirs = bytearray(_GREETING_BYTES)
         self._swap(_bytes(bytearray(own)), _bytes(theirs), _GREETING_TAG)
         if theirs != own:
             raise CommunicationError(
                 f"The ranks are out of step: rank {self._left} is at {theirs.decode(errors='replace').rstrip()}, "
-                f"rank {self.rank} at {place}. All ranks must make the same calls in the same order (backward(), "
+                f"rank {self.rank} at {site}. All ranks must make the same calls in the same order (backward(), "
                 "step(), clip_grad_norm_(), set_threshold(), consolidate_state_dict() and the like); all backward "
                 "passes of a step but the last belong under no_sync()."
             )
 
-    def pass_on(self, outgoing: torch.Tensor, incoming: torch.Tensor, place: str, number: int) -> None:
+    def pass_on(self, outgoing: torch.Tensor, incoming: torch.Tensor, site: str, number: int) -> None:
         """Within a job, send a tensor to the right neighbour and receive the left one's of the same size.
 
-        A greeting travels along where the place is new.
+        A greeting travels along where the site is new.
         """
-        tag = zlib.crc32(f"{place} {number} {outgoing.numel()}".encode()) >> 1 | 1
-        self._swap(outgoing, incoming, tag, None if place == self._place else partial(self.greet, place))
+        tag = zlib.crc32(f"{site} {number} {outgoing.numel()}".encode()) >> 1 | 1
+        self._swap(outgoing, incoming, tag, None if site == self._site else partial(self.greet, site))
 
     def close(self) -> None:
         """Finish what is queued, end the thread and leave the group."""
@@ -275,38 +275,38 @@ class RingCollectives(Collectives):
         self._channel = channel
 
     @override
-    def reduce_scatter(self, flat: torch.Tensor, place: str, number: int) -> Work:
+    def reduce_scatter(self, flat: torch.Tensor, site: str, number: int) -> Work:
         self.traffic.reduce_scatters += 1
-        return self._channel.submit(lambda: self._reduce_scatter(flat.chunk(self.world_size), place, number))
+        return self._channel.submit(lambda: self._reduce_scatter(flat.chunk(self.world_size), site, number))
 
     @override
-    def all_gather(self, flat: torch.Tensor, place: str, number: int) -> Work:
+    def all_gather(self, flat: torch.Tensor, site: str, number: int) -> Work:
         self.traffic.all_gathers += 1
-        return self._channel.submit(lambda: self._all_gather(flat.chunk(self.world_size), place, number))
+        return self._channel.submit(lambda: self._all_gather(flat.chunk(self.world_size), site, number))
 
     @override
-    def all_reduce(self, values: torch.Tensor, operation: dist.ReduceOp.RedOpType, place: str) -> Work:
-        return self._channel.all_reduce(values, operation, place)
+    def all_reduce(self, values: torch.Tensor, operation: dist.ReduceOp.RedOpType, site: str) -> Work:
+        return self._channel.all_reduce(values, operation, site)
 
-    def _reduce_scatter(self, shards: tuple[torch.Tensor, ...], place: str, number: int) -> None:
+    def _reduce_scatter(self, shards: tuple[torch.Tensor, ...], site: str, number: int) -> None:
         received = torch.empty_like(shards[0])
         early = received.dtype is torch.float16  # whose sums would overflow; for others one shard is less work than all
         for shard in shards if early else ():
             shard.div_(self.world_size)
         for hop in range(1, self.world_size):
             # The partial sum that arrives in the last hop is that of the own shard.
-            self._pass_on(shards[(self.rank - hop) % self.world_size], received, place, number)
+            self._pass_on(shards[(self.rank - hop) % self.world_size], received, site, number)
             shards[(self.rank - hop - 1) % self.world_size].add_(received)
         if self.world_size > 1 and not early:
             shards[self.rank].div_(self.world_size)
 
-    def _all_gather(self, shards: tuple[torch.Tensor, ...], place: str, number: int) -> None:
+    def _all_gather(self, shards: tuple[torch.Tensor, ...], site: str, number: int) -> None:
         for hop in range(1, self.world_size):
             outgoing = shards[(self.rank - hop + 1) % self.world_size]
-            self._pass_on(outgoing, shards[(self.rank - hop) % self.world_size], place, number)
+            self._pass_on(outgoing, shards[(self.rank - hop) % self.world_size], site, number)
 
-    def _pass_on(self, outgoing: torch.Tensor, incoming: torch.Tensor, place: str, number: int) -> None:
-        self._channel.pass_on(outgoing, incoming, place, number)
+    def _pass_on(self, outgoing: torch.Tensor, incoming: torch.Tensor, site: str, number: int) -> None:
+        self._channel.pass_on(outgoing, incoming, site, number)
         self.traffic.sent_bytes += outgoing.nbytes
 
 
@@ -322,19 +322,19 @@ class NativeCollectives(Collectives):
         self._group = process_group
 
     @override
-    def reduce_scatter(self, flat: torch.Tensor, place: str, number: int) -> Work:
+    def reduce_scatter(self, flat: torch.Tensor, site: str, number: int) -> Work:
         self.traffic.reduce_scatters += 1
         self._count(flat)
         return _started(dist.reduce_scatter_tensor(self._own(flat), flat, dist.ReduceOp.AVG, self._group, True))
 
     @override
-    def all_gather(self, flat: torch.Tensor, place: str, number: int) -> Work:
+    def all_gather(self, flat: torch.Tensor, site: str, number: int) -> Work:
         self.traffic.all_gathers += 1
         self._count(flat)
         return _started(dist.all_gather_into_tensor(flat, self._own(flat), self._group, async_op=True))
 
     @override
-    def all_reduce(self, values: torch.Tensor, operation: dist.ReduceOp.RedOpType, place: str) -> Work:
+    def all_reduce(self, values: torch.Tensor, operation: dist.ReduceOp.RedOpType, site: str) -> Work:
         return _started(dist.all_reduce(values, operation, self._group, async_op=True))
 
     def _own(self, flat: torch.Tensor) -> torch.Tensor:

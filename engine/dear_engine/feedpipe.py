@@ -74,11 +74,11 @@ class FeedPipe:
         # Not of all parameters: a frozen one that lies in a trained one's memory is to be noticed.
         self._holders = Holders([slot.parameter for bucket in buckets for slot in bucket.slots])
 
-    def hand_over(self, place: str) -> None:
+    def hand_over(self, site: str) -> None:
         """Queue the all-gathers; the updates follow at the first reads.
 
         Args:
-            place: of the collectives; see collectives.py.
+            site: of the collectives; see collectives.py.
         """
         self._snapshot = snapshot_of(self._optimizer)
         self._stream = _current_stream(self._buckets)
@@ -87,7 +87,7 @@ class FeedPipe:
                 bucket.wait()
         shared = self._shared()
         for number, bucket in enumerate(self._buckets):
-            self._gather(bucket, place, number)
+            self._gather(bucket, site, number)
         for slot in shared:
             self._note_shared(slot)
             self._barrier.read(slot.parameter)
@@ -142,7 +142,7 @@ class FeedPipe:
                 if bucket.state is not BucketState.PENDING:
                     self._open(bucket)
 
-    def _gather(self, bucket: Bucket, place: str, number: int) -> None:
+    def _gather(self, bucket: Bucket, site: str, number: int) -> None:
         with self._applying:  # who reads meanwhile waits for it
             bucket.state = BucketState.BROKEN  # until this rank has done its part
             for slot in bucket.slots:
@@ -150,7 +150,7 @@ class FeedPipe:
             values = [self._barrier.aside(slot.parameter) for slot in bucket.slots]
             prepare = partial(self._update.before_gather, bucket, self._snapshot, values)
             gathered = in_plain_mode(prepare, bucket.flat.device, self._stream)
-            bucket.work = self._collectives.all_gather(gathered, place, number)
+            bucket.work = self._collectives.all_gather(gathered, site, number)
             bucket.state = BucketState.PENDING
 
     def _finish(self, bucket: Bucket) -> None:

@@ -43,7 +43,7 @@ class Fusion:
     buckets: Sequence[Bucket] = ()
 
     @cached_property
-    def places(self) -> dict[int, tuple[Bucket, Slot]]:
+    def slots(self) -> dict[int, tuple[Bucket, Slot]]:
         """Where each parameter is, by its id."""
         return {id(slot.parameter): (bucket, slot) for bucket in self.buckets for slot in bucket.slots}
 
@@ -57,21 +57,21 @@ class Fusion:
         return replace(self, buckets=buckets)
 
 
-def agreed(owned: Owned, threshold_bytes: int, channel: Channel, place: str) -> Owned:
+def agreed(owned: Owned, threshold_bytes: int, channel: Channel, site: str) -> Owned:
     """Those that need a gradient on some rank, or have one; all ranks call it together.
 
     Args:
         owned: all parameters.
         threshold_bytes: by which they are to be fused.
         channel: to the other ranks.
-        place: of the collective; see collectives.py.
+        site: of the collective; see collectives.py.
 
     Raises:
         UnsupportedError: on all ranks, if they are to be fused by different thresholds.
     """
     parameters = [parameter for named in owned.values() for parameter in named.values()]
     here = [parameter.requires_grad or parameter.grad is not None for parameter in parameters]
-    thresholds, everyone = zip(*channel.all_gather_object((threshold_bytes, here), place), strict=True)
+    thresholds, everyone = zip(*channel.all_gather_object((threshold_bytes, here), site), strict=True)
     if len(set(thresholds)) > 1:
         raise UnsupportedError(f"The ranks set different thresholds: {list(thresholds)} bytes. Set the same on all.")
     anywhere = map(any, zip(*everyone, strict=True))

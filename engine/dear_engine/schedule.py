@@ -132,13 +132,13 @@ class Schedule:
 
     def gradient_ready(self, parameter: nn.Parameter, _: object = None) -> None:
         """Called in backward, when a parameter's gradient has been accumulated."""
-        if not self._begun or id(parameter) not in self.fusion.places:
+        if not self._begun or id(parameter) not in self.fusion.slots:
             self._begin()
-        if id(parameter) not in self.fusion.places:
+        if id(parameter) not in self.fusion.slots:
             if parameter.numel():
                 raise GradientError("The buckets could not be built anew (see the first error): build a new engine.")
             return
-        bucket, slot = self.fusion.places[id(parameter)]
+        bucket, slot = self.fusion.slots[id(parameter)]
         gradient = parameter.grad
         if gradient is None:  # a hook of the user's has taken it away
             return
@@ -181,7 +181,7 @@ class Schedule:
             for bucket in self._buckets:
                 if own := bucket.own_gradients:
                     torch._amp_foreach_non_finite_check_and_unscale_(own, found_inf, factor)
-            self._collectives.all_reduce(found_inf, dist.ReduceOp.MAX, self._place("unscale_()")).wait()
+            self._collectives.all_reduce(found_inf, dist.ReduceOp.MAX, self._site("unscale_()")).wait()
             self._found_inf = found_inf
         found_inf.copy_(self._found_inf)
 
@@ -193,7 +193,7 @@ class Schedule:
         self._clipped = True
         dtype = max((bucket.flat.dtype for bucket in self._buckets), key=lambda dtype: dtype.itemsize)
         own = [own for bucket in self._buckets if (own := bucket.own_gradients)]
-        combine = partial(self._collectives.all_reduce, place=self._place("clip_grad_norm_()"))
+        combine = partial(self._collectives.all_reduce, site=self._site("clip_grad_norm_()"))
         norm = total_norm(own, norm_type, combine, self._buckets[0].flat.device).to(dtype)
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(f"The gradients' total norm is non-finite ({norm.item()}), so they cannot be clipped.")
@@ -214,10 +214,10 @@ class Schedule:
         self._reduce_rest()
         for bucket in self._buckets:
             bucket.release(clipped=self._clipped)
-        place = self._phase("step()'s all-gathers")
+        site = self._phase("step()'s all-gathers")
         self._next_round()
         self._begun = False
-        self._pipe.hand_over(place)
+        self._pipe.hand_over(site)
 
     def synchronize(self) -> None:
         """Apply all pending updates."""
@@ -247,8 +247,8 @@ class Schedule:
         for name, parameter in (item for named in owned.values() for item in named.items()):
             self._pipe.check(name, parameter)
         number = sum(map(len, owned.values()))
-        place = self._place(f"a fusion of {number} parameters (set_threshold(), unfreezing)")
-        members = agreed(owned, threshold_bytes, self._channel, place)
+        site = self._site(f"a fusion of {number} parameters (set_threshold(), unfreezing)")
+        members = agreed(owned, threshold_bytes, self._channel, site)
         fusion = planned(owned, members, threshold_bytes, self._wire_dtype)
         self._owned = owned
         self._carry(fusion)  # the old buffers go before the new ones come
@@ -326,11 +326,11 @@ class Schedule:
         bucket.work = self._collectives.reduce_scatter(bucket.flat, self._phase("backward()'s reduce-scatters"), number)
         self._reduced += 1
 
-    def _place(self, what: str) -> str:
+    def _site(self, what: str) -> str:
         return f"{what}, round {self._round}"
 
     def _phase(self, collectives: str) -> str:
-        return self._place(f"{collectives} of {len(self._buckets)} bucket(s)")
+        return self._site(f"{collectives} of {len(self._buckets)} bucket(s)")
 
 
 def belongs_to_a_schedule(parameter: nn.Parameter) -> bool:

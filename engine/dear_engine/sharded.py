@@ -84,11 +84,9 @@ class Sharded(Update):
         self.check()
         full: FullState = defaultdict(dict)
         for number, parameter in enumerate(self._all_parameters()):
-            own, place = self._portable(parameter), f"consolidate_state_dict(to={to}), parameter {number}"
+            own, site = self._portable(parameter), f"consolidate_state_dict(to={to}), parameter {number}"
             parts = (
-                self._channel.all_gather_object(own, place)
-                if to is None
-                else self._channel.gather_object(own, to, place)
+                self._channel.all_gather_object(own, site) if to is None else self._channel.gather_object(own, to, site)
             )
             if parts and any(parts):
                 full[parameter] = self._joined(parameter, [part for part in parts if part])

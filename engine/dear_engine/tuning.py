@@ -84,8 +84,8 @@ class TuningLoop:
             window = self._measuring_window if service.measuring else idle_window
             decision = [float(service.threshold_bytes), float(window), float(service.measuring)]
         self._message = torch.tensor(self._timer.take() + decision, dtype=torch.float64)
-        place = f"the tuner's exchange of {len(self._message)} numbers"
-        self._exchange = self._channel.all_reduce(self._message, dist.ReduceOp.MAX, place)
+        site = f"the tuner's exchange of {len(self._message)} numbers"
+        self._exchange = self._channel.all_reduce(self._message, dist.ReduceOp.MAX, site)
         self._steps = 0
 
     def _conclude(self, threshold_bytes: int) -> int:
