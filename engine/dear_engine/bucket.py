@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -39,7 +40,8 @@ class Slot:
         self.dtype = parameter.dtype
         self._sent: torch.Tensor | None = None
         self._version = 0
-        self._clipped: tuple[torch.Tensor | None, int] = (None, 0)
+        # Weakly: the user's zero_grad() is to free it.
+        self._clipped: tuple[weakref.ref[torch.Tensor] | None, int] = (None, 0)
 
     @property
     def filled(self) -> bool:
@@ -58,7 +60,7 @@ class Slot:
 
     def forget(self, *, clipped: bool = False) -> None:
         """What was sent is of no use any more; `clipped`: what the step used was no longer the mean of it."""
-        self._clipped = (self._sent, self._version) if clipped else (None, 0)
+        self._clipped = (weakref.ref(self._sent), self._version) if clipped and self._sent is not None else (None, 0)
         self._sent = None
 
     @property
@@ -74,7 +76,15 @@ class Slot:
     @property
     def grown_since_clipped(self) -> bool:
         """Whether a backward pass has added to what the last step used clipped."""
-        return _has_grown(self.parameter.grad, *self._clipped)
+        clipped, version = self._clipped
+        return clipped is not None and _has_grown(self.parameter.grad, clipped(), version)
+
+    @property
+    def left_since_clipped(self) -> bool:
+        """Whether the parameter still carries what the last step used clipped, and nothing has come since."""
+        clipped, version = self._clipped
+        gradient = None if clipped is None or self.filled else self.parameter.grad
+        return gradient is not None and clipped is not None and gradient is clipped() and gradient._version == version
 
     @property
     def outlived(self) -> bool:

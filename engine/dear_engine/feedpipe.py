@@ -68,7 +68,7 @@ class FeedPipe:
         self._barrier.check(name, parameter)
 
     def carry(self, buckets: Sequence[Bucket]) -> None:
-        """These from now on; nothing is pending."""
+        """These from now on, or none; nothing is pending."""
         self._buckets = buckets
         self._bucket_of = {id(slot.parameter): bucket for bucket in buckets for slot in bucket.slots}
         # Not of all parameters: a frozen one that lies in a trained one's memory is to be noticed.
@@ -111,7 +111,8 @@ class FeedPipe:
         """Apply all pending updates."""
         for bucket in self._buckets:
             self.apply(bucket)
-            self._open(bucket)
+            for slot in bucket.slots:
+                self._barrier.open(slot.parameter)
 
     def check_whole(self, bucket: Bucket) -> None:
         """Raise `StaleParameterError` if its parameters are of no step."""
@@ -125,9 +126,10 @@ class FeedPipe:
         """Raise `StaleParameterError` if it comes from a read past the barrier."""
         if self._barrier.closed(slot.parameter) and gradient.isnan().any():
             raise StaleParameterError(
-                f"The gradient of {slot.name} is NaN, and its last update is still pending: it was used in forward in "
-                "a way that dear_engine cannot see, and so found NaN in its place. Call optimizer.synchronize() before "
-                "such a forward. (Or the loss itself is NaN, and its backward came after a step().)"
+                f"The gradient of {slot.name} is NaN, and nothing is known to have read it since its last update: it "
+                "was used in forward in a way that dear_engine cannot see, and so found NaN in its place. Call "
+                "optimizer.synchronize() before such a forward. (Or the loss itself is NaN, and its backward came "
+                "after a step().)"
             )
 
     def record(self) -> None:
@@ -135,12 +137,8 @@ class FeedPipe:
         self._recording, self._reads = True, {}
 
     def end_recording(self) -> None:
-        """What has been read is as any other from now on."""
-        if self._recording:
-            self._recording = False
-            for bucket in self._buckets:
-                if bucket.state is not BucketState.PENDING:
-                    self._open(bucket)
+        """The order is known."""
+        self._recording = False
 
     def _gather(self, bucket: Bucket, site: str, number: int) -> None:
         with self._applying:  # who reads meanwhile waits for it
@@ -155,14 +153,15 @@ class FeedPipe:
 
     def _finish(self, bucket: Bucket) -> None:
         bucket.wait()
+        if bucket.state is not BucketState.PENDING:  # a signal's handler, which ran in the wait, has read it
+            return
         bucket.state = BucketState.BROKEN  # until the update has succeeded
         values = [self._barrier.aside(slot.parameter) for slot in bucket.slots]
         updated = self._update.after_gather(bucket, self._snapshot, values)
         for slot, new, there in zip(bucket.slots, updated, bucket.present(), strict=True):
+            # Its own first read opens it: until then, what has read NaN in its place can be told by its gradient.
             self._barrier.unveil(slot.parameter, new, changed=there)
         bucket.state = BucketState.ACCUMULATING
-        if not self._recording:  # otherwise each one's first read is of interest
-            self._open(bucket)
 
     def _bring_up_to_date(self, parameter: nn.Parameter) -> None:
         if self._recording:
@@ -170,10 +169,6 @@ class FeedPipe:
         bucket = self._bucket_of.get(id(parameter))
         if bucket is not None:
             self.apply(bucket)
-
-    def _open(self, bucket: Bucket) -> None:
-        for slot in bucket.slots:
-            self._barrier.open(slot.parameter)
 
     def _shared(self) -> list[Slot]:
         """Those whose values can be read past the barrier."""

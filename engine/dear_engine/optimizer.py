@@ -27,7 +27,7 @@ from dear_engine.requirements import (
     check_trainable,
     refuse_to_step,
 )
-from dear_engine.schedule import Schedule
+from dear_engine.schedule import Schedule, belongs_to_a_schedule
 from dear_engine.sharded import Sharded
 from dear_engine.timing import IterationTimer, clock_for
 from dear_engine.tuner import Tuner
@@ -188,6 +188,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """How many collectives this rank has started, and how many bytes it has sent in them."""
         return self._collectives.traffic
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator] # not annotated in torch
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Hand the updates over: each is applied before the first read of its parameters.
 
@@ -215,6 +216,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._fuse(self._tuning.after_step(self.threshold_bytes))
         return loss
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator] # as above
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
@@ -413,12 +415,28 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """The order in which forward reads the layers: fuse in that one, all ranks in rank 0's."""
         self._until_order -= 1
         if self._until_order:
+            self._warn_of_strays()
             self._schedule.record()
             return
         everyone = self._channel.all_gather_object(self._schedule.recorded(), "the order of layers")
         self._schedule.reorder(everyone[0])
         if self._settings.tuner is not None and self._tuning is None:
             self._tuning = self._tuning_loop(self._settings.tuner)
+
+    def _warn_of_strays(self) -> None:
+        with plainly():
+            strays = [
+                name
+                for name, parameter in self._model.named_parameters()
+                if parameter.grad is not None and not belongs_to_a_schedule(parameter)
+            ]
+        if strays:
+            logger.warning(
+                "%d of the model's parameters have gradients and belong to no DistributedOptimizer (the first is %s): "
+                "their gradients are not averaged over the ranks. If another optimizer steps them, wrap that one too.",
+                len(strays),
+                strays[0],
+            )
 
     def _tuning_loop(self, tuner: Tuner) -> TuningLoop | None:
         layers = [layer.layer for layer in self._schedule.fusion.layers]

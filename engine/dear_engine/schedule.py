@@ -30,7 +30,7 @@ from dear_engine.feedpipe import FeedPipe
 from dear_engine.fusion import Fusion, agreed, planned
 from dear_engine.norms import total_norm
 from dear_engine.scaling import noticing
-from dear_tune.errors import GradientError
+from dear_tune.errors import GradientError, UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -130,6 +130,8 @@ class Schedule:
             self._abandon()
             self._fuse({module: self._owned[module] for module in modules})
 
+    # A training step may be compiled as a whole, backward and all.
+    @torch.compiler.disable  # type: ignore[untyped-decorator] # not annotated in torch
     def gradient_ready(self, parameter: nn.Parameter, _: object = None) -> None:
         """Called in backward, when a parameter's gradient has been accumulated."""
         if not self._begun or id(parameter) not in self.fusion.slots:
@@ -176,6 +178,7 @@ class Schedule:
     def unscale(self, found_inf: torch.Tensor, factor: torch.Tensor) -> None:
         """Multiply the mean gradients, and set `found_inf` on all ranks to whether any of them is not finite."""
         if self._found_inf is None:  # otherwise GradScaler comes once more, for gradients of another dtype
+            self._check_range()
             self.reduce()
             self._clipped = True
             for bucket in self._buckets:
@@ -191,15 +194,16 @@ class Schedule:
             return torch.zeros(())
         self.reduce()
         self._clipped = True
-        dtype = max((bucket.flat.dtype for bucket in self._buckets), key=lambda dtype: dtype.itemsize)
+        dtypes = {slot.parameter.dtype for bucket in self._buckets for slot in bucket.slots}
         own = [own for bucket in self._buckets if (own := bucket.own_gradients)]
         combine = partial(self._collectives.all_reduce, site=self._site("clip_grad_norm_()"))
-        norm = total_norm(own, norm_type, combine, self._buckets[0].flat.device).to(dtype)
+        norm = total_norm(own, norm_type, combine, self._buckets[0].flat.device)
+        norm = norm.to(max(dtypes, key=lambda dtype: dtype.itemsize))
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(f"The gradients' total norm is non-finite ({norm.item()}), so they cannot be clipped.")
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch.nn.utils.clip_grads_with_norm_
         for gradients in own:
-            torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
+            torch._foreach_mul_(gradients, factor)
         return norm
 
     def read(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -227,6 +231,7 @@ class Schedule:
         """Apply what is pending and let go of the parameters; gradients that no step has used stay in `.grad`."""
         try:
             self.synchronize()
+            self._pipe.carry(())  # after a failure its parameters go on to raise
         finally:
             for hook in self._hooks:
                 hook.remove()
@@ -272,6 +277,15 @@ class Schedule:
         """See to it that what was sent is what is there; `GradientError` if it was changed in between."""
         if not self._begun:  # no gradient has come here: on another rank one has, and all begin a step alike
             self._begin()
+        for slot in (
+            slot for bucket in self._buckets if bucket.state is not BucketState.REDUCING for slot in bucket.slots
+        ):
+            if slot.left_since_clipped:
+                raise GradientError(
+                    f"{slot.name} still carries the gradient of an earlier step, which clip_grad_norm_() or "
+                    "GradScaler.unscale_() changed then, and would be used as it was before. Call zero_grad() after "
+                    "every step()."
+                )
         outside = any(parameter.grad is not None for parameter in self.fusion.outside)
         outlived = [slot for bucket in self._buckets for slot in self._sent(bucket) if slot.outlived]
         if outside or outlived:
@@ -279,6 +293,15 @@ class Schedule:
             self._abandon()
         if outside:
             self._fuse(self._owned)
+
+    def _check_range(self) -> None:
+        """What GradScaler unscales has to fit in what it travels in to the other ranks."""
+        for bucket in self._buckets:
+            if bucket.flat.dtype is torch.float16 and bucket.slots[0].dtype is not torch.float16:
+                raise UnsupportedError(
+                    "GradScaler scales gradients because float16 holds none below 6e-8, and with "
+                    "communication_dtype=torch.float16 they would travel unscaled: use torch.bfloat16, or None."
+                )
 
     def _check_unclipped(self) -> None:
         """What is sent anew would not be clipped; unless all of it has been dropped, to begin anew."""
@@ -318,8 +341,8 @@ class Schedule:
     def _reduce_next(self) -> None:
         number = len(self._buckets) - self._reduced - 1
         bucket = self._buckets[number]
-        for slot in bucket.slots if bucket.state is BucketState.PENDING else ():  # nothing has read it since the step
-            if slot.parameter.grad is not None:
+        for slot in bucket.slots:
+            if not slot.filled and slot.parameter.grad is not None:  # it was set by hand
                 self._pipe.check_gradient(slot, slot.parameter.grad)
         self._pipe.apply(bucket)
         bucket.close()

@@ -11,7 +11,8 @@ stand-ins for the parameters, which nobody else sees before they are done.
 
 from __future__ import annotations
 
-from collections import defaultdict
+import logging
+from collections import defaultdict, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -32,13 +33,17 @@ if TYPE_CHECKING:
 
 __all__ = ["Replicated", "Snapshot", "StandIns", "Stepped", "Update", "apply_update", "check_hooks", "snapshot_of"]
 
+_BY_PARAMETER = ("params", "state", "param_groups")  # of which each bucket has its share
+# What an optimizer may refer to, and what changes in them is not what it keeps.
+_OTHERS = (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, logging.Logger, type)
+
 
 @dataclass(frozen=True)
 class Snapshot:
     """An optimizer's own attributes and hyper-parameters, as they were at `step()`.
 
     Attributes:
-        attributes: of the optimizer.
+        attributes: of the optimizer, without its state and groups.
         groups: for each parameter, by its id, its group and its place among that group's parameters.
     """
 
@@ -170,7 +175,8 @@ def snapshot_of(optimizer: torch.optim.Optimizer) -> Snapshot:
     for group in optimizer.param_groups:
         settings = {name: _frozen(value) for name, value in group.items() if name != "params"}
         groups.update((id(parameter), (settings, place)) for place, parameter in enumerate(group["params"]))
-    return Snapshot(dict(vars(optimizer)), groups)
+    attributes = {name: _frozen(value) for name, value in vars(optimizer).items() if name not in _BY_PARAMETER}
+    return Snapshot(attributes, groups)
 
 
 def apply_update(
@@ -184,18 +190,25 @@ def apply_update(
     own_state: defaultdict[Any, Any] = defaultdict(dict)
     own_state.update((each.stand_in, state[each.parameter]) for each in stepped if each.parameter in state)
     twin = _twin(optimizer, snapshot, own_state, groups)
-    before = [_noted(vars(twin)), *map(_noted, groups)]
+    before = _all_noted(twin, groups, stepped)
     for each in stepped:
         each.stand_in.grad = each.gradient
     try:
         _unhooked_step(twin)
+    except Exception as error:
+        if hasattr(error, "add_note"):  # since Python 3.11
+            error.add_note(
+                "It was raised when dear_engine applied an update. What an optimizer steps then are stand-ins for some "
+                "of its parameters, with their values, attributes and state; it cannot go by id(parameter)."
+            )
+        raise
     finally:
         for each in stepped:
             each.stand_in.grad = None
     for each in stepped:
         if each.stand_in in own_state:
             state[each.parameter] = own_state.pop(each.stand_in)
-    _check_unchanged(optimizer, before, [_noted(vars(twin)), *map(_noted, twin.param_groups)], own_state)
+    _check_unchanged(optimizer, before, _all_noted(twin, twin.param_groups, stepped), own_state)
 
 
 def _groups(snapshot: Snapshot, stepped: Sequence[Stepped]) -> list[dict[str, Any]]:
@@ -212,19 +225,32 @@ def _groups(snapshot: Snapshot, stepped: Sequence[Stepped]) -> list[dict[str, An
     return list(groups.values())
 
 
+def _all_noted(
+    twin: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]], stepped: Sequence[Stepped]
+) -> list[dict[str, Any]]:
+    """What the optimizer could keep anything in, besides its state."""
+    return [_noted(vars(twin)), *map(_noted, groups), *(_noted(vars(each.stand_in)) for each in stepped)]
+
+
 def _noted(values: Mapping[str, Any]) -> dict[str, Any]:
     """What tells whether any of these has been replaced, or changed in place."""
-    return {name: _note(value) for name, value in values.items() if name not in ("params", "state", "param_groups")}
+    return {name: _note(value) for name, value in values.items() if name not in _BY_PARAMETER}
 
 
-def _note(value: Any) -> Any:
+def _note(value: Any, *, look_inside: bool = True) -> Any:
+    if isinstance(value, (bool, int, float, str)):
+        return value
     if isinstance(value, torch.Tensor):
         return id(value), value._version
-    if isinstance(value, (list, tuple)):
-        return [_note(each) for each in value]
+    if isinstance(value, (list, tuple, deque)):
+        return [_note(each, look_inside=look_inside) for each in value]
     if isinstance(value, dict):
-        return {key: _note(each) for key, each in value.items()}
-    return value if isinstance(value, (bool, int, float, str)) else id(value)
+        return {key: _note(each, look_inside=look_inside) for key, each in value.items()}
+    if isinstance(value, set):
+        return set(value)
+    # Such as a counter or a schedule of the optimizer's own; what it holds in turn is not looked at.
+    inside = look_inside and hasattr(value, "__dict__") and not isinstance(value, _OTHERS)
+    return id(value), {name: _note(each, look_inside=False) for name, each in vars(value).items()} if inside else None
 
 
 def _check_unchanged(
